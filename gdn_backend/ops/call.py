@@ -1,20 +1,24 @@
 """The string argument of the graph ops: what to compute, with which kernel, by which version of this code.
 
-torch.compile caches compiled graphs on disk under a key made of the graph, and an op's arguments are part of the graph
-while its Python body is not: a body that changed would be served as it was. So every op carries the package version and
-a hash of the files that decide what it computes.
+torch.compile caches compiled graphs on disk under a key made of the graph. An op's arguments are part of the graph, its
+Python body is not: a body that changed would be served as it was. So every op carries the package version and a hash of
+the files that decide what it computes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 from pathlib import Path
 
-import gdn_backend
-from gdn_backend.ops.spec import FusedSpec
+import torch
 
+import gdn_backend
+from gdn_backend.ops.spec import FP8_DTYPES, FusedSpec, QuantSpec, dtype_name
+
+#: Kernels by name, in order of preference.
 KERNELS = ("aiter", "triton", "reference")
 
 
@@ -23,7 +27,7 @@ def implementation_version() -> str:
     """``"0.1.0+1f0c…"``: the package version and a hash of all source files under ``ops/`` and ``kernels/``."""
     digest = hashlib.sha256()
     package = Path(gdn_backend.__file__).parent
-    for path in sorted(p for folder in ("ops", "kernels") for p in (package / folder).rglob("*.py")):
+    for path in sorted(path for folder in ("ops", "kernels") for path in (package / folder).rglob("*.py")):
         digest.update(path.relative_to(package).as_posix().encode())
         digest.update(path.read_bytes())
     return f"{gdn_backend.__version__}+{digest.hexdigest()[:16]}"
@@ -41,3 +45,18 @@ def decode_call(call: str) -> tuple[FusedSpec, str]:
     """The spec and the kernel that :func:`encode_call` wrote."""
     fields = json.loads(call)
     return FusedSpec.decode(fields["spec"]), fields["kernel"]
+
+
+def encode_quant(quant: QuantSpec, fp8_dtype: torch.dtype) -> str:
+    """The ``spec`` argument of ``gdn_backend::fp8_quant``; the default formula is written out."""
+    if dtype_name(fp8_dtype) not in FP8_DTYPES:
+        raise ValueError(f"fp8_dtype={fp8_dtype}: expected one of {', '.join(FP8_DTYPES)}")
+    fields = dataclasses.asdict(quant.resolve(fp8_dtype))
+    return json.dumps({"quant": fields, "fp8_dtype": dtype_name(fp8_dtype), "version": implementation_version()})
+
+
+@functools.cache
+def decode_quant(spec: str) -> tuple[QuantSpec, torch.dtype]:
+    """The formula and the FP8 dtype that :func:`encode_quant` wrote."""
+    fields = json.loads(spec)
+    return QuantSpec.from_fields(fields["quant"]), FP8_DTYPES[fields["fp8_dtype"]]

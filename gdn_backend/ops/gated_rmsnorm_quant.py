@@ -31,7 +31,12 @@ def allocate_outputs(x: torch.Tensor, spec: FusedSpec) -> tuple[torch.Tensor, to
 
 
 def _launch_triton(
-    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, spec: FusedSpec
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    spec: FusedSpec,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from gdn_backend.kernels.gated_rmsnorm_quant import launch
 
