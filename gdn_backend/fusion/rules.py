@@ -1,0 +1,156 @@
+"""Finding every site of a graph in one pass: each anchor becomes a match or a miss that says why.
+
+anchor: an FP8 quantisation (any sink) whose data path reaches a gated norm.  anchors == matches + misses, always.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch.fx import Graph, Node
+
+from gdn_backend.fusion.checks import SiteChecker, check_row
+from gdn_backend.fusion.gated_norm import find_gated_norm
+from gdn_backend.fusion.match import Candidate, GatedNorm, Match, Miss, Quantisation, Reason, SiteFacts
+from gdn_backend.fusion.sinks.decomposed import find_decomposed
+from gdn_backend.fusion.sinks.own_op import find_own_op
+from gdn_backend.graph.canonical import GraphView
+from gdn_backend.graph.shapes import same_size, shape_of, static_int, tensor_of
+from gdn_backend.ops.spec import FusedSpec
+
+#: Every form of quantisation that is known, one file each.
+SINKS: tuple[Callable[[GraphView, Node], Candidate | None], ...] = (find_decomposed, find_own_op)
+
+
+@dataclass
+class SearchResult:
+    """What a search found, each list in program order."""
+
+    matches: list[Match] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def find_sites(graph: Graph, *, group_sizes: frozenset[int]) -> SearchResult:
+    """All anchors of ``graph``; groups of a size outside ``group_sizes`` are misses (per-token ones are not groups)."""
+    view = GraphView(graph)
+    checker = SiteChecker(view)
+    result = SearchResult()
+    for node in view.nodes:
+        found = _find_site(view, checker, node, group_sizes)
+        if isinstance(found, Match):
+            result.matches.append(found)
+        elif found is not None:
+            result.misses.append(found)
+    return result
+
+
+def _find_site(view: GraphView, checker: SiteChecker, node: Node, group_sizes: frozenset[int]) -> Match | Miss | None:
+    candidate = next((found for sink in SINKS if (found := sink(view, node)) is not None), None)
+    if candidate is None:
+        return None
+    norm = next((found for data in candidate.data if (found := find_gated_norm(view, data)) is not None), None)
+    if norm is None:
+        return None
+    quant = candidate.quant
+    if isinstance(quant, Miss):
+        return dataclasses.replace(quant, facts=_describe(candidate, norm, None, None))
+    hidden_size = _row_width(norm, quant)
+    facts = _describe(candidate, norm, quant, hidden_size)
+    miss = norm.problem or _check_mapping(norm, quant, hidden_size, facts, group_sizes) or checker.check(norm, quant)
+    if miss is not None or hidden_size is None:
+        assert miss is not None
+        return dataclasses.replace(miss, facts=facts)
+    return Match(norm, quant, _spec(norm, quant, hidden_size, facts), facts)
+
+
+def _row_width(norm: GatedNorm, quant: Quantisation) -> int | None:
+    """The width of a row: the widest last axis between norm and groups that holds whole norms and whole groups.
+
+    Norm and groups both run along the row-major order, so any such width computes the same; the widest is the one that
+    the model merged its heads to. None where there is none.
+    """
+    unit = math.lcm(norm.norm_size, quant.group_size or 1)
+    path = (*quant.path, *norm.path)
+    fitting = [width for node in path if (width := _last_axis(node)) and width % unit == 0]
+    if norm.norm_before_gate and max(fitting, default=0) <= norm.norm_size:
+        # No axis merges the heads: they may still stand beside each other, [T, H, D]. A symbolic count leaves one a row.
+        pairs = [_last_two(node) for node in path if len(shape_of(node)) > 2]
+        fitting += [width for width in (*pairs, unit) if width and width % unit == 0]
+    x = tensor_of(norm.x)
+    assert x is not None
+    whole = [width for width in fitting if same_size(x.numel() % width, 0)]
+    return max(whole, default=None)
+
+
+def _last_axis(node: Node) -> int | None:
+    return static_int(shape_of(node)[-1]) if shape_of(node) else None
+
+
+def _last_two(node: Node) -> int | None:
+    first, second = (static_int(size) for size in shape_of(node)[-2:])
+    return first * second if first is not None and second is not None else None
+
+
+def _granularity(norm: GatedNorm, quant: Quantisation, hidden_size: int | None) -> str:
+    """``token`` where one scale covers a row of several heads, or the one norm of a gate-first row; else ``group``."""
+    merged = hidden_size is not None and (hidden_size > norm.norm_size or not norm.norm_before_gate)
+    return "token" if merged and quant.group_size == hidden_size else "group"
+
+
+def _check_mapping(
+    norm: GatedNorm, quant: Quantisation, hidden_size: int | None, facts: SiteFacts, group_sizes: frozenset[int]
+) -> Miss | None:
+    if hidden_size is None:
+        expected = f"rows of whole norms of {norm.norm_size} and whole groups of {quant.group_size}"
+        actual = f"shapes {', '.join(str(list(map(str, shape_of(node)))) for node in (*quant.path[:1], norm.output))}"
+        return Miss("layout", Reason.LAYOUT, quant.path[0] if quant.path else quant.codes, expected, actual)
+    if facts.granularity == "group" and quant.group_size not in group_sizes:
+        enabled = ", ".join(map(str, sorted(group_sizes)))
+        wanted = sorted({*group_sizes, quant.group_size})
+        advice = f'enable it with options={{"gdn.group_sizes": {wanted}}} or GDN_GROUP_SIZES'
+        return Miss("quant", Reason.GROUP_SIZE, quant.codes, f"groups of {enabled}", f"{quant.group_size}", advice)
+    return check_row(norm, hidden_size)
+
+
+def _describe(candidate: Candidate, norm: GatedNorm, quant: Quantisation | None, hidden_size: int | None) -> SiteFacts:
+    facts = SiteFacts(
+        sink=candidate.sink,
+        anchor=candidate.anchor,
+        norm=norm.output,
+        head_dim=norm.norm_size,
+        eps=norm.eps if isinstance(norm.eps, float) else None,
+        eps_symbolic=not isinstance(norm.eps, float),
+        activation=norm.activation,
+        norm_before_gate=norm.norm_before_gate,
+        roundings=norm.roundings,
+    )
+    if quant is None:
+        return facts
+    return dataclasses.replace(
+        facts,
+        num_heads=hidden_size // norm.norm_size if hidden_size else None,
+        group_size=quant.group_size,
+        granularity=_granularity(norm, quant, hidden_size),
+        scale_format=quant.quant.scale_format,
+        fp8_dtype=quant.fp8_dtype,
+    )
+
+
+def _spec(norm: GatedNorm, quant: Quantisation, hidden_size: int, facts: SiteFacts) -> FusedSpec:
+    return FusedSpec(
+        hidden_size=hidden_size,
+        head_dim=norm.norm_size,
+        norm_size=norm.norm_size,
+        group_size=quant.group_size,
+        granularity="token" if facts.granularity == "token" else "group",
+        activation=norm.activation,
+        norm_before_gate=norm.norm_before_gate,
+        weight_offset=norm.weight_offset,
+        roundings=norm.roundings,
+        quant=quant.quant,
+        fp8_dtype=quant.fp8_dtype,
+    )

@@ -1,0 +1,302 @@
+"""The quantisation written out in plain torch, whatever the formula.
+
+    groups = y.view(T, G, 128)                      any reshape; the data path
+    amax   = groups.abs().amax(-1, keepdim=True)    or .max(-1)[0]
+    scale  = clamp(amax.float() / 448, min=floor)   any chain of the steps of gdn_backend.ops.spec
+    codes  = clamp(groups.float() / scale, -448, 448).to(torch.float8_e4m3fn)
+
+The walk starts at the cast to FP8. The chain from ``amax`` to the factor is read into steps, exactly as the graph has it; the
+stored scale is the first value of that chain that anyone else reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from gdn_backend.fusion.match import Candidate, Miss, Quantisation, Reason
+from gdn_backend.fusion.walk import LOW_PRECISION, Peeled, dtype_of, peel, peel_exact
+from gdn_backend.graph.canonical import CanonicalOp, GraphView
+from gdn_backend.graph.shapes import same_shape, shape_of, static_int, tensor_of
+from gdn_backend.ops.spec import QuantSpec, Step, dtype_name
+
+SINK = "decomposed"
+_ALL_FP8 = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_e4m3", "float8_e5m2")))
+_READS_SHAPE = frozenset(("size", "dim", "numel", "stride", "is_contiguous", "ndimension", "element_size", "nelement"))
+_SEARCH_LIMIT = 64  # nodes looked at to tell a scale from the data from a scale that is given
+
+
+@dataclass(frozen=True)
+class _Link:
+    """One node of the chain from amax to the factor, and the steps it stands for."""
+
+    node: Node
+    steps: tuple[Step, ...]
+    inside: tuple[Node, ...] = ()  # nodes of a step that takes several
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """The scale: from the magnitudes (``links[0]``) to the factor (``links[-1]``)."""
+
+    links: tuple[_Link, ...]
+    magnitude: CanonicalOp  # the reduction
+    absolute: Node
+    grouped: Node  # what the magnitudes are taken of
+    nodes: tuple[Node, ...]  # the reduction and what is above it
+
+
+@dataclass(frozen=True)
+class _Cast:
+    """The way from the scaled value to the codes."""
+
+    scaled: Node
+    clamp: float | None
+    quotient: torch.dtype | None
+    nodes: tuple[Node, ...]
+    problem: Miss | None
+
+
+def find_decomposed(view: GraphView, node: Node) -> Candidate | None:
+    """A candidate where ``node`` casts to an FP8 dtype, else None."""
+    op = view.op(node)
+    if op.name != "cast" or dtype_of(node) not in _ALL_FP8 or dtype_of(op.input) in _ALL_FP8:
+        return None
+    cast = _read_cast(view, op.input)
+    scaling = view.op(cast.scaled)
+    if scaling.name not in ("mul", "div") or tensor_of(scaling.get("other")) is None:
+        miss = Miss("quant", Reason.STATIC_SCALE, cast.scaled, "a division by a scale from the data", f"{scaling.name}")
+        data = (scaling.input, op.input) if scaling.name in ("mul", "div") else (op.input,)
+        return Candidate(node, SINK, data, miss)
+    orders = [(scaling.input, scaling.args["other"])]
+    if scaling.name == "mul":
+        orders.append((scaling.args["other"], scaling.input))
+    outcomes = [(data, _read_scale(view, factor)) for data, factor in orders]
+    for data, chain in outcomes:
+        if isinstance(chain, _Chain):
+            return Candidate(node, SINK, (data,), _quantisation(view, node, scaling, data, cast, chain))
+    for data, outcome in outcomes:
+        if outcome is not None and not isinstance(outcome, _Chain):
+            return Candidate(node, SINK, (data,), outcome)
+    data_paths = (*(data for data, _ in outcomes), op.input)
+    return Candidate(node, SINK, data_paths, _static_scale(orders[0][1]))
+
+
+def _static_scale(factor: Node) -> Miss:
+    advice = "the fused op computes its scales; use dynamic activation quantisation"
+    return Miss("quant", Reason.STATIC_SCALE, factor, "a scale computed from the data", "a scale that is given", advice)
+
+
+def _read_cast(view: GraphView, value: Node) -> _Cast:
+    """Through clamps and casts down to the quotient."""
+    nodes: list[Node] = []
+    bounds: dict[str, float] = {}
+    dtypes: list[torch.dtype] = []
+    problem: Miss | None = None
+    while True:
+        top = peel(view, value)
+        nodes += top.trail
+        dtypes += [dtype for dtype in top.dtypes if dtype in LOW_PRECISION]
+        op = view.op(top.node)
+        if op.name != "clamp":
+            break
+        nodes.append(top.node)
+        for side in ("min", "max"):
+            bound = op.get(side)
+            if isinstance(bound, int | float) and side not in bounds:
+                bounds[side] = float(bound)
+            elif bound is not None:
+                problem = Miss("quant", Reason.SCALE_FORMULA, top.node, "one clamp between numbers", f"{side}={bound}")
+        value = op.input
+    if bounds and bounds.get("min") != -bounds.get("max", 0.0):
+        actual = f"a clamp to [{bounds.get('min')}, {bounds.get('max')}]"
+        problem = problem or Miss("quant", Reason.FP8_FORMAT, top.node, "a clamp to [-m, m]", actual)
+    if len(set(dtypes)) > 1:
+        actual = " and ".join(dtype_name(dtype) for dtype in dict.fromkeys(dtypes))
+        problem = problem or Miss("quant", Reason.ROUNDING, top.node, "at most one rounding before the codes", actual)
+    return _Cast(top.node, bounds.get("max"), dtypes[0] if dtypes else None, (*nodes, top.node), problem)
+
+
+def _read_scale(view: GraphView, factor: Node) -> _Chain | Miss | None:
+    """The chain above a factor; a Miss where it comes from the data in an unknown way; None where it does not."""
+    links: list[_Link] = []
+    node = factor
+    while True:
+        op = view.op(node)
+        reduction = view.op(op.input) if op.name == "item" and op.get("index") == 0 else op
+        if reduction.name in ("amax", "max_with_indices"):
+            return _close_chain(view, reduction, [*links, _Link(node, ())])
+        link = _read_exp2(view, op) if op.name == "exp2" else _read_link(op)
+        if not isinstance(link, _Link):
+            if not _depends_on_magnitude(view, node):
+                return None
+            actual = link.actual if link is not None else op.name
+            return Miss("quant", Reason.SCALE_FORMULA, node, "a scale made of known steps from amax", actual)
+        links.append(link)
+        node = view.op(link.inside[-1]).input if link.inside else op.input
+
+
+def _read_link(op: CanonicalOp) -> _Link | Miss | None:
+    """One node of the chain as steps; None where it is none of them."""
+    dtype = dtype_of(op.node)
+    if dtype is None:
+        return None
+    other = op.get("other")
+    number = float(other) if isinstance(other, int | float) else None
+    value = op.get("value")
+    steps: tuple[Step, ...]
+    if op.name in ("reshape", "identity"):
+        steps = ()
+    elif op.name == "cast":
+        steps = _rounded((), dtype, source=dtype_of(op.input))
+    elif op.name in ("mul", "div", "add") and number is not None:
+        steps = _rounded(((op.name, number),), dtype)
+    elif op.name == "sub" and number is not None:
+        steps = _rounded((("add", -number),), dtype)
+    elif op.name == "reciprocal":
+        steps = _rounded((("reciprocal",),), dtype)
+    elif op.name == "const_div" and isinstance(value, int | float):
+        steps = (*_rounded((("reciprocal",),), dtype), *_rounded((("mul", float(value)),), dtype))
+    elif op.name == "clamp":
+        clamped = _clamp_steps(op, dtype)
+        if isinstance(clamped, Miss):
+            return clamped
+        steps = clamped
+    else:
+        return None
+    return _Link(op.node, steps)
+
+
+def _rounded(steps: tuple[Step, ...], dtype: torch.dtype, source: torch.dtype | None = None) -> tuple[Step, ...]:
+    """``steps``, and the rounding of their result where its dtype is narrower than fp32."""
+    if dtype is torch.float32 or dtype is source:
+        return steps
+    return (*steps, ("round", dtype_name(dtype)))
+
+
+def _clamp_steps(op: CanonicalOp, dtype: torch.dtype) -> tuple[Step, ...] | Miss:
+    """A floor is rounded to the dtype it works in: ``clamp(min=1e-10)`` in float16 is a clamp at zero."""
+    steps: list[Step] = []
+    for side, name in (("min", "max"), ("max", "min")):
+        bound = op.get(side)
+        if isinstance(bound, int | float):
+            steps.append((name, float(torch.tensor(float(bound), dtype=dtype))))
+        elif bound is not None:
+            return Miss("quant", Reason.SCALE_FORMULA, op.node, "a clamp at a number", f"a clamp at {bound}")
+    return tuple(steps)
+
+
+def _read_exp2(view: GraphView, op: CanonicalOp) -> _Link | None:
+    """``exp2(ceil(log2(s)))``, all in fp32: the next power of two."""
+    ceil = view.op(op.input)
+    log2 = view.op(ceil.input) if ceil.name == "ceil" else None
+    if log2 is None or log2.name != "log2":
+        return None
+    if any(dtype_of(node) is not torch.float32 for node in (op.node, ceil.node, log2.node, log2.input)):
+        return None
+    return _Link(op.node, (("exp2_ceil_log2",),), inside=(ceil.node, log2.node))
+
+
+def _close_chain(view: GraphView, reduction: CanonicalOp, links: list[_Link]) -> _Chain | Miss:
+    absolute = peel_exact(view, reduction.input)
+    if view.op(absolute.node).name != "abs":
+        actual = f"a maximum of {view.op(absolute.node).name}"
+        return Miss("quant", Reason.SCALE_FORMULA, reduction.node, "a maximum of absolute values", actual)
+    inside = (reduction.node, *absolute.trail, absolute.node)
+    extra = tuple(node for node in inside if node is not links[-1].node)
+    return _Chain(tuple(reversed(links)), reduction, absolute.node, reduction.input, extra)
+
+
+def _depends_on_magnitude(view: GraphView, node: Node) -> bool:
+    """True where a maximum or absolute value stands close above ``node``."""
+    seen: set[Node] = set()
+    frontier = [node]
+    while frontier and len(seen) < _SEARCH_LIMIT:
+        current = frontier.pop(0)
+        if current in seen:
+            continue
+        seen.add(current)
+        if view.op(current).name in ("amax", "max_with_indices", "abs", "aminmax", "norm"):
+            return True
+        frontier += current.all_input_nodes
+    return False
+
+
+def _quantisation(
+    view: GraphView, codes: Node, scaling: CanonicalOp, data: Node, cast: _Cast, chain: _Chain
+) -> Quantisation | Miss:
+    value = peel_exact(view, data)
+    measured = peel_exact(view, view.op(chain.absolute).input)
+    problem = cast.problem or _check_groups(chain, measured, value, data)
+    if problem is not None:
+        return problem
+    inner = {*cast.nodes, *value.trail, *measured.trail, *chain.nodes}
+    inner |= {node for link in chain.links for node in (link.node, *link.inside)}
+    stored = _stored_link(view, chain.links, {*inner, codes})
+    after = chain.links[stored + 1 :]
+    dependents = {node for link in after for node in (link.node, *link.inside)}
+    scales = chain.links[stored].node
+    family = view.family(scales)
+    return Quantisation(
+        sink=SINK,
+        data=value.node,
+        codes=codes,
+        scales=scales,
+        group_size=static_int(shape_of(chain.grouped)[-1]) or 0,
+        quant=QuantSpec(
+            scale_steps=_join(chain.links[: stored + 1]),
+            factor_steps=_join(after),
+            operation="divide" if scaling.name == "div" else "multiply",
+            clamp=cast.clamp,
+            quotient=dtype_name(cast.quotient) if cast.quotient is not None else None,
+        ),
+        fp8_dtype=dtype_name(dtype_of(codes) or torch.float8_e4m3fn),
+        path=(chain.grouped, data, *value.trail, value.node),
+        interior=frozenset(inner - dependents - {scales}),
+        dependents=frozenset(dependents),
+        scale_family=family[: family.index(scales) + 1],
+    )
+
+
+def _join(links: Iterable[_Link]) -> tuple[Step, ...]:
+    return tuple(step for link in links for step in link.steps)
+
+
+def _stored_link(view: GraphView, links: tuple[_Link, ...], inner: set[Node]) -> int:
+    """The first value of the chain that is read from outside; the factor where none is."""
+    for index, link in enumerate(links):
+        if any(user not in inner and not reads_only_shape(user) for user in view.readers(link.node)):
+            return index
+    return len(links) - 1
+
+
+def reads_only_shape(user: Node) -> bool:
+    """True for a user that looks at sizes and strides alone: it needs no data once the graph is traced."""
+    return user.op == "call_method" and user.target in _READS_SHAPE
+
+
+def _check_groups(chain: _Chain, measured: Peeled, value: Peeled, data: Node) -> Miss | None:
+    """The groups run along the last axis, and each meets its own factor."""
+    grouped = shape_of(chain.grouped)
+    dims = chain.magnitude.get("dims")
+    last = len(grouped) - 1
+    if dims is None or (len(dims) == len(grouped) and len(shape_of(value.node)) > 1):
+        advice = "quantise in groups along the last axis, or per token"
+        return Miss("quant", Reason.PER_TENSOR, chain.magnitude.node, "one scale a group", "one scale for the tensor", advice)
+    if dims != (last,):
+        return Miss("quant", Reason.GROUP_SHAPE, chain.magnitude.node, f"groups along axis {last}", f"axes {list(dims)}")
+    if static_int(grouped[-1]) is None:
+        return Miss("quant", Reason.GROUP_SHAPE, chain.grouped, "groups of fixed size", f"{grouped[-1]}")
+    if measured.node is not value.node:
+        actual = f"the magnitudes of {measured.node.name} and the codes of {value.node.name}"
+        return Miss("quant", Reason.SCALE_FORMULA, chain.magnitude.node, "scale and codes from one value", actual)
+    factor = shape_of(chain.links[-1].node)
+    shape = shape_of(data)
+    if not same_shape(factor, (*shape[:-1], 1)) or static_int(shape[-1]) != static_int(grouped[-1]):
+        expected = f"a factor of shape {[*map(str, shape[:-1]), '1']}"
+        return Miss("quant", Reason.GROUP_SHAPE, chain.links[-1].node, expected, f"{[str(size) for size in factor]}")
+    return None
+

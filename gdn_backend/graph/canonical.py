@@ -1,0 +1,371 @@
+"""One view of a node, whatever its spelling.
+
+Dynamo keeps a call as the user wrote it: ``torch.mul``, ``x * y``, ``x.mul_(y)`` and ``torch.ops.aten.mul.Tensor`` are four
+targets for one operation. :class:`GraphView` turns each node into a :class:`CanonicalOp` with one name and named arguments;
+patterns read nothing else. The names:
+
+===============  =====================================================================================================
+``mul add sub``  with ``input`` and ``other`` (a node or a number); two equal factors are ``square``
+``div``          ``input / other``; ``const_div`` is a number over a tensor, which eager computes as reciprocal times number
+``square rsqrt sqrt reciprocal abs exp2 log2 ceil sigmoid silu``    also as powers
+``mean sum amax``  with ``dims`` (tuple of non-negative ints, or None for all) and ``keepdim``
+``clamp``        with ``min`` and ``max`` (numbers, nodes or None)
+``cast``         a change of dtype; ``identity`` copies or passes a value on
+``reshape``      keeps the row-major order of the values: view, flatten, unsqueeze, ``[..., None]``, moved axes of size one
+``item``         an element of a tuple
+``bitcast``      ``view(dtype)``
+===============  =====================================================================================================
+
+Anything else keeps its own name. In-place operations are followed: an operand names the node that last gave the tensor its
+value, so ``s.div_(448); s.clamp_(min=t)`` reads as the chain it is, and filling a whole buffer passes the filled value on.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from gdn_backend.graph.shapes import same_shape, same_size, shape_of, static_int, tensor_of, value_of
+
+_ALIASES = {
+    "multiply": "mul", "imul": "mul", "rmul": "mul",
+    "iadd": "add", "radd": "add",
+    "subtract": "sub", "isub": "sub",
+    "truediv": "div", "itruediv": "div", "divide": "div", "true_divide": "div",
+    "ipow": "pow", "float_power": "float_power",
+    "absolute": "abs", "clip": "clamp",
+    "swish": "silu",
+    "_unsafe_view": "reshape", "view_as": "view", "reshape_as": "view", "view_copy": "view",
+    "expand_dims": "unsqueeze",
+    "moveaxis": "movedim", "swapaxes": "transpose", "swapdims": "transpose",
+}  # fmt: skip
+
+_BINARY = ("input", "other")
+_REDUCTION = ("input", "dim", "keepdim", "dtype")
+_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "mul": _BINARY, "add": _BINARY, "sub": _BINARY, "div": _BINARY, "maximum": _BINARY, "minimum": _BINARY,
+    "pow": ("input", "exponent"),
+    "mean": _REDUCTION, "sum": _REDUCTION,
+    "amax": ("input", "dim", "keepdim"), "max": ("input", "dim", "keepdim"),
+    "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
+    "silu": ("input", "inplace"),
+    "getitem": ("input", "index"), "setitem": ("input", "index", "value"), "copy": ("input", "value"),
+    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
+}  # fmt: skip
+_KEYWORDS = {"self": "input", "axis": "dim", "keepdims": "keepdim", "a": "input", "b": "other", "src": "value"}
+
+_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_copy", "clone", "contiguous", "detach",
+          "alias", "lift_fresh_copy"}  # fmt: skip
+_RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
+_PERMUTES = {"transpose", "permute", "t", "movedim", "mT", "T", "adjoint", "mH"}
+_POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}
+
+
+@dataclass(frozen=True)
+class CanonicalOp:
+    """One operation: its name, its arguments by name, the node it stands at."""
+
+    name: str
+    node: Node
+    args: Mapping[str, Any]
+
+    @property
+    def input(self) -> Node:
+        """The first tensor operand."""
+        return self.args["input"]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.args.get(name, default)
+
+
+def spelled_name(node: Node) -> str | None:
+    """The bare name of what ``node`` calls (``"mul_"``, ``"truediv"``), or None for anything but a torch operation."""
+    target = node.target
+    if node.op == "call_method":
+        return str(target)
+    if node.op != "call_function":
+        return None
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.rpartition("::")[2] if target.namespace == "aten" else None
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        namespace, _, name = target._qualified_op_name.partition("::")
+        return name if namespace == "aten" else None
+    module = getattr(target, "__module__", None) or ""
+    self_module = getattr(getattr(target, "__self__", None), "__name__", "")
+    if module.split(".")[0] in ("torch", "_operator", "operator") or self_module.startswith("torch") or _is_torch(target):
+        return str(getattr(target, "__name__", target))
+    return None
+
+
+def _is_torch(target: Any) -> bool:
+    """Built-in functions of torch carry no module; they are attributes of these."""
+    name = getattr(target, "__name__", "")
+    return any(getattr(home, name, None) is target for home in (torch, torch._C._nn, torch.nn.functional, torch.special))
+
+
+def qualified_op_name(node: Node) -> str | None:
+    """``"namespace::name"`` of a custom op, called as packet or overload; None for anything else."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return target._qualified_op_name
+    return None
+
+
+def is_inplace_name(name: str) -> bool:
+    """True for ``mul_`` and for ``imul``, the function behind ``*=``."""
+    if name.startswith("__"):
+        return False
+    return name.endswith("_") or (name in _INPLACE_OPERATORS)
+
+
+_INPLACE_OPERATORS = {name for name in dir(operator) if name.startswith("i") and hasattr(operator, f"__{name}__")} - {
+    "index", "inv", "invert"
+}  # fmt: skip
+
+
+class GraphView:
+    """The canonical view of one graph, built once; the graph must not change while it is read."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes: list[Node] = list(graph.nodes)
+        self.position: dict[Node, int] = {node: index for index, node in enumerate(self.nodes)}
+        self._ops: dict[Node, CanonicalOp] = {}
+        self._root: dict[Node, Node] = {}  # in-place result -> the node that made the tensor
+        self._versions: dict[Node, list[tuple[int, Node]]] = {}  # root -> the in-place results on it, in order
+        for index, node in enumerate(self.nodes):
+            written = overwritten_operand(node)
+            if written is not None:
+                root = self._root.get(written, written)
+                self._root[node] = root
+                self._versions.setdefault(root, []).append((index, node))
+
+    def op(self, node: Node) -> CanonicalOp:
+        """The canonical operation of ``node``."""
+        found = self._ops.get(node)
+        if found is None:
+            found = self._ops[node] = _canonicalise(self, node)
+        return found
+
+    def forget(self, node: Node) -> None:
+        """Reads ``node`` anew at the next call of :meth:`op`, after its target or arguments were changed."""
+        self._ops.pop(node, None)
+
+    def family(self, node: Node) -> tuple[Node, ...]:
+        """The node that made the tensor ``node`` holds, and every in-place result on it, in program order."""
+        root = self._root.get(node, node)
+        return (root, *(version for _, version in self._versions.get(root, ())))
+
+    def readers(self, node: Node) -> Iterator[Node]:
+        """The users that see the value of ``node``: an in-place result is also read through the tensor it overwrote."""
+        for member in self.family(node):
+            for user in member.users:
+                if self.current(member, user) is node:
+                    yield user
+
+    def current(self, value: Any, reader: Node) -> Any:
+        """The node that gave ``value``, a node, the contents that ``reader`` sees; numbers come back as they are."""
+        if not isinstance(value, Node):
+            return value
+        root = self._root.get(value, value)
+        versions = self._versions.get(root)
+        if not versions:
+            return value
+        index = bisect_left(versions, self.position[reader], key=lambda entry: entry[0])
+        return versions[index - 1][1] if index else root
+
+
+def overwritten_operand(node: Node) -> Node | None:
+    """The tensor whose every element ``node`` replaces in place, or None.
+
+    That is an in-place pointwise operation, ``copy_``, and ``setitem`` over the whole tensor. Other writes (``out=``, partial
+    ``setitem``, custom ops) are writes for :mod:`gdn_backend.graph.effects`, but no value that can be followed.
+    """
+    name = spelled_name(node)
+    if name is None or not node.args or not isinstance(node.args[0], Node):
+        return None
+    operand = node.args[0]
+    if tensor_of(operand) is None:
+        return None
+    if name == "setitem":
+        return operand if _covers_whole(operand, node.args[1], node.args[2]) else None
+    if is_inplace_name(name) or _flag(node, "inplace", 1, name in ("silu",)):
+        return operand
+    return None
+
+
+def _flag(node: Node, keyword: str, position: int, known: bool) -> bool:
+    if node.kwargs.get(keyword) is True:
+        return True
+    return known and len(node.args) > position and node.args[position] is True
+
+
+def _covers_whole(tensor: Node, index: Any, value: Any) -> bool:
+    shape = shape_of(tensor)
+    source = tensor_of(value)
+    index = index if isinstance(index, tuple) else (index,)
+    if source is None or not same_shape(tuple(source.shape), shape):
+        return False
+    return _is_full_index(index, shape)
+
+
+def _is_full_index(index: tuple[Any, ...], shape: tuple[Any, ...]) -> bool:
+    """True where an index of slices and ellipses takes everything."""
+    dims = iter(shape)
+    for entry in index:
+        if entry is Ellipsis:
+            return all(item == slice(None) for item in index[index.index(Ellipsis) + 1 :] if item is not None)
+        if entry is None:
+            continue
+        if not isinstance(entry, slice):
+            return False
+        size = next(dims)
+        stop = value_of(entry.stop) if isinstance(entry.stop, Node) else entry.stop
+        if entry.start not in (None, 0) or entry.step not in (None, 1):
+            return False
+        if stop is not None and not same_size(stop, size):
+            return False
+    return True
+
+
+def _canonicalise(view: GraphView, node: Node) -> CanonicalOp:
+    name = spelled_name(node)
+    if name is None:
+        return CanonicalOp(str(node.target), node, {})
+    bare = name[:-1] if name.endswith("_") and not name.startswith("__") else name
+    if bare.startswith("__") and bare.endswith("__"):
+        bare = bare[2:-2]
+    bare = _ALIASES.get(bare, bare)
+    args = {key: view.current(value, node) for key, value in _bind(bare, node).items()}
+    refine = _REFINEMENTS.get(bare)
+    if refine is not None:
+        return refine(node, bare, args)
+    return CanonicalOp(bare, node, args)
+
+
+def _bind(name: str, node: Node) -> dict[str, Any]:
+    parameters = _PARAMETERS.get(name, ("input",))
+    bound = dict(zip(parameters, node.args, strict=False))
+    if len(node.args) > len(parameters):
+        bound["rest"] = node.args[len(parameters) :]
+    for key, value in node.kwargs.items():
+        bound[_KEYWORDS.get(key, key)] = value
+    return bound
+
+
+def _refine_binary(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    left, right = args.get("input"), args.get("other")
+    if args.get("rounding_mode") is not None or args.get("alpha", 1) != 1:
+        return CanonicalOp(f"{name}_with_options", node, args)
+    if name == "mul" and left is right:
+        return CanonicalOp("square", node, {"input": left})
+    if isinstance(left, Node) and tensor_of(left) is not None:
+        return CanonicalOp(name, node, {"input": left, "other": right})
+    if name in ("mul", "add"):  # number on the left: the operands commute
+        return CanonicalOp(name, node, {"input": right, "other": left})
+    if name == "div" and tensor_of(right) is not None:
+        kind = "reciprocal" if left in (1, 1.0) else "const_div"
+        return CanonicalOp(kind, node, {"input": right, "value": left})
+    return CanonicalOp(f"r{name}", node, {"input": right, "other": left})
+
+
+def _refine_pow(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    exponent = args.get("exponent")
+    power = _POWERS.get(float(exponent)) if isinstance(exponent, int | float) else None
+    return CanonicalOp(power or "pow", node, args)
+
+
+def _refine_extremum(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    """``maximum(x, 1e-4)`` and ``max(x, y)`` are clamps; ``max(x, dim)`` is a reduction with two results."""
+    bound = args.get("other", args.get("dim"))
+    if name in ("maximum", "minimum") or (name == "max" and tensor_of(bound) is not None):
+        side = "min" if name in ("maximum", "max") else "max"
+        return CanonicalOp("clamp", node, {"input": args["input"], side: bound})
+    return _refine_reduction(node, "max_with_indices" if "dim" in args else "amax", args)
+
+
+def _refine_clamp(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    bounds = {"min": args.get("min"), "max": args.get("max")}
+    return CanonicalOp("clamp", node, {"input": args["input"], **bounds})
+
+
+def _refine_reduction(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    ndim = len(shape_of(args["input"]))
+    dims = args.get("dim")
+    if dims is not None:
+        dims = dims if isinstance(dims, tuple | list) else (dims,)
+        dims = tuple(sorted(dim % ndim if ndim else dim for dim in dims)) or None
+    return CanonicalOp(name, node, {"input": args["input"], "dims": dims, "keepdim": bool(args.get("keepdim", False))})
+
+
+def _refine_cast(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    source, result = tensor_of(args.get("input")), tensor_of(node)
+    if source is None or result is None or source.device != result.device:
+        return CanonicalOp(f"{name}_across", node, args)
+    kind = "identity" if source.dtype == result.dtype else "cast"
+    return CanonicalOp(kind, node, {"input": args["input"]})
+
+
+def _refine_view(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    rest = args.get("rest", ())
+    if any(isinstance(value, torch.dtype) for value in (*rest, args.get("dtype"))):
+        return CanonicalOp("bitcast", node, {"input": args["input"]})
+    return CanonicalOp("reshape", node, {"input": args["input"]})
+
+
+def _refine_permute(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    """A permutation that only moves axes of size one keeps the row-major order."""
+    source, result = tensor_of(args.get("input")), tensor_of(node)
+    if source is None or result is None:
+        return CanonicalOp(name, node, args)
+    # Equal sizes do not show which axis went where, equal strides do: axes of size one aside, both must agree.
+    before = [(size, stride) for size, stride in zip(source.shape, source.stride(), strict=True) if static_int(size) != 1]
+    after = [(size, stride) for size, stride in zip(result.shape, result.stride(), strict=True) if static_int(size) != 1]
+    kept = len(before) == len(after) and all(
+        same_size(a[0], b[0]) and same_size(a[1], b[1]) for a, b in zip(before, after, strict=True)
+    )
+    return CanonicalOp("reshape" if kept else "permute", node, {"input": args["input"]})
+
+
+def _refine_getitem(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    source, index = args.get("input"), args.get("index")
+    tensor = tensor_of(source)
+    if tensor is None:
+        return CanonicalOp("item", node, args)
+    index = index if isinstance(index, tuple) else (index,)
+    basic = all(entry is None or entry is Ellipsis or isinstance(entry, slice) for entry in index)
+    if basic and _is_full_index(index, tuple(tensor.shape)):
+        return CanonicalOp("reshape", node, {"input": source})
+    return CanonicalOp("slice", node, args)
+
+
+def _refine_assign(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    """A buffer filled as a whole holds the value it was filled with."""
+    target, source = tensor_of(args.get("input")), tensor_of(args.get("value"))
+    whole = target is not None and source is not None and same_shape(tuple(target.shape), tuple(source.shape))
+    if not whole or (name == "setitem" and overwritten_operand(node) is None):
+        return CanonicalOp(name, node, args)
+    assert target is not None and source is not None
+    same = target.dtype == source.dtype
+    return CanonicalOp("identity" if same else "cast", node, {"input": args["value"]})
+
+
+_REFINEMENTS: dict[str, Callable[[Node, str, dict[str, Any]], CanonicalOp]] = {
+    **dict.fromkeys(("mul", "add", "sub", "div"), _refine_binary),
+    "pow": _refine_pow,
+    **dict.fromkeys(("maximum", "minimum", "max"), _refine_extremum),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _refine_clamp),
+    **dict.fromkeys(("mean", "sum", "amax"), _refine_reduction),
+    **dict.fromkeys(_CASTS, _refine_cast),
+    **dict.fromkeys(_RESHAPES, _refine_view),
+    **dict.fromkeys(_PERMUTES, _refine_permute),
+    "getitem": _refine_getitem,
+    **dict.fromkeys(("setitem", "copy"), _refine_assign),
+}

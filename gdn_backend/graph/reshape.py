@@ -1,0 +1,116 @@
+"""Folding chains of reshapes, as a pass of its own.
+
+Before::
+
+    heads  = norm.reshape(2, 9, 4, 128)
+    merged = heads.reshape(2, 9, -1)
+    groups = merged.view(-1, 4, 128)
+
+After, where nothing else reads ``heads`` and ``merged``::
+
+    groups = norm.reshape(18, 4, 128)
+
+A reshape is rebound to its base only where that cannot be told from outside: the chain is made of views, or the base is
+copied just the same, and no one writes to the memory in question. Sizes are never compared in a way that installs a guard.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import Graph, Node
+
+from gdn_backend.graph.canonical import GraphView
+from gdn_backend.graph.effects import Effects, storage_of
+from gdn_backend.graph.shapes import Size, same_shape, same_size, shape_of, static_int, tensor_of
+
+
+def fold_reshapes(graph: Graph) -> int:
+    """Rebinds every reshape of a reshape to its base and drops reshapes to the same shape; returns how many.
+
+    The graph keeps its placeholders, outputs and values; metadata of the rebound nodes stays true.
+    """
+    view = GraphView(graph)
+    effects = Effects(view)
+    folded = 0
+    passed_over: list[Node] = []
+    for node in view.nodes:
+        if not _is_reshape(view, node):
+            continue
+        chain = _chain(view, node)
+        if _is_no_op(view, effects, node):
+            node.replace_all_uses_with(view.op(node).input)
+            passed_over.append(node)
+        elif len(chain) > 1 and _rebind(view, effects, node, base=chain[-1]):
+            passed_over.extend(chain[:-1])
+        else:
+            continue
+        folded += 1
+    for node in sorted(set(passed_over), key=view.position.__getitem__, reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+    return folded
+
+
+def _is_reshape(view: GraphView, node: Node) -> bool:
+    """A functional reshape whose operand is read as it stands (in-place versions are left alone)."""
+    if node.op not in ("call_method", "call_function") or tensor_of(node) is None:
+        return False
+    op = view.op(node)
+    return op.name == "reshape" and bool(node.args) and op.input is node.args[0] and str(node.target) != "squeeze_"
+
+
+def _is_no_op(view: GraphView, effects: Effects, node: Node) -> bool:
+    """The same shape over the same memory; ``x.view(x.shape)`` is a new tensor, but one that nobody can tell from x."""
+    source = tensor_of(view.op(node).input)
+    result = tensor_of(node)
+    assert source is not None and result is not None
+    return (
+        same_shape(tuple(source.shape), tuple(result.shape))
+        and storage_of(node) == storage_of(view.op(node).input)
+        and all(map(same_size, source.stride(), result.stride()))
+        and not effects.is_written(node)
+        and not any(user.op == "output" for user in node.users)
+    )
+
+
+def _chain(view: GraphView, node: Node) -> list[Node]:
+    """The values above a reshape: the reshapes it goes through, nearest first, and their base last."""
+    chain = [view.op(node).input]
+    while _is_reshape(view, chain[-1]):
+        chain.append(view.op(chain[-1]).input)
+    return chain
+
+
+def _rebind(view: GraphView, effects: Effects, node: Node, base: Node) -> bool:
+    sizes = _reshape_sizes(shape_of(node))
+    if sizes is None or not _indistinguishable(effects, base, node):
+        return False
+    node.op, node.target = "call_method", "reshape"
+    node.args, node.kwargs = (base, *sizes), {}
+    view.forget(node)
+    return True
+
+
+def _reshape_sizes(shape: tuple[Size, ...]) -> tuple[int, ...] | None:
+    """Arguments for ``reshape`` that need no other node: at most one size may be symbolic, and none zero beside it."""
+    static = [static_int(size) for size in shape]
+    if static.count(None) > 1 or (None in static and 0 in static):
+        return None
+    return tuple(-1 if size is None else size for size in static)
+
+
+def _indistinguishable(effects: Effects, base: Node, node: Node) -> bool:
+    """True where ``base.reshape(shape of node)`` is ``node`` in strides and in whom it shares memory with."""
+    if effects.is_written(base) or effects.is_written(node):
+        return False
+    if storage_of(base) == storage_of(node):
+        return True  # a chain of views: its strides follow from shape and base alone
+    source, result = tensor_of(base), tensor_of(node)
+    assert source is not None and result is not None
+    sizes = [static_int(size) for size in (*source.shape, *source.stride(), *result.shape)]
+    if None in sizes:
+        return False
+    like = torch.empty_strided(tuple(source.shape), source.stride(), device="meta")
+    direct = like.reshape(tuple(result.shape))
+    copied = direct.untyped_storage()._cdata != like.untyped_storage()._cdata
+    return copied and direct.stride() == result.stride()

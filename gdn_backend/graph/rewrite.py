@@ -1,0 +1,149 @@
+"""Putting the fused op in a site's place.
+
+Before (one site of Qwen3-Next, T tokens, H heads of 128)::
+
+    n = x.float() * rsqrt(mean(x.float()²) + eps);  y = (weight * n.bfloat16() * silu(gate.float())).bfloat16()
+    groups = y.reshape(T, H, 128);  scale = clamp(amax(|groups|) / 448, min=floor);  codes = (groups / scale).to(fp8)
+
+After::
+
+    fused  = gdn_backend.gated_rmsnorm_fp8_quant(x, gate, weight, None, eps, "...")
+    codes  = fused[0].reshape(T, H, 128);  scale = fused[1].reshape(T, H, 1)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch.fx import Graph, Node
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from gdn_backend.graph.shapes import Size, static_int, tensor_of, value_of
+from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs, encode_call
+
+if TYPE_CHECKING:
+    from gdn_backend.fusion.match import Match
+
+
+class ShapeError(RuntimeError):
+    """A symbolic size that no node of the graph can supply."""
+
+
+def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
+    """Replaces the codes and scales of ``match`` by one call of the fused op with ``kernel``; returns the call.
+
+    The call stands where the first of the two stood: every operand is computed by then and no user has come yet. Interior
+    nodes that lost their last user are erased, the others stay.
+    """
+    norm, quant = match.norm, match.quant
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    replaced = {*match.interior, *quant.dependents, *quant.results}
+    with graph.inserting_before(min(quant.results, key=order.__getitem__)):
+        call = encode_call(match.spec, kernel)
+        op = torch.ops.gdn_backend.gated_rmsnorm_fp8_quant.default
+        fused = graph.call_function(op, (norm.x, norm.gate, norm.weight, norm.bias, norm.eps, call))
+        fused.meta.update(_inherited_meta(norm.output))
+        values = _describe(fused, match)
+        codes = _result(graph, fused, 0, quant.codes, values)
+        scales = _result(graph, fused, 1, quant.scales, values) if quant.scales is not None else []
+    _redirect((quant.codes,), codes[0], replaced)
+    if quant.scales is not None:
+        _redirect(quant.scale_family, scales[0], replaced - quant.dependents)
+    erase_unused(graph, scales)
+    erase_unused(graph, sorted(replaced, key=order.__getitem__, reverse=True))
+    return fused
+
+
+def _redirect(nodes: Iterable[Node], replacement: Node, keep: Container[Node]) -> None:
+    """Lets every user of ``nodes`` but those in ``keep`` read ``replacement`` instead."""
+    for node in nodes:
+        node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in keep)
+
+
+def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:
+    """Erases those of ``nodes``, given users before what they use, that nobody reads."""
+    for node in nodes:
+        if not node.users:
+            graph.erase_node(node)
+
+
+def _inherited_meta(source: Node) -> dict[str, Any]:
+    """Where the user wrote it: the metadata a new node takes over, without the value."""
+    return {key: value for key, value in source.meta.items() if key not in ("example_value", "val")}
+
+
+def _describe(fused: Node, match: Match) -> tuple[torch.Tensor, ...] | None:
+    """The fake value of the op, so that later readers of the graph find what Dynamo would have left."""
+    x = tensor_of(match.norm.x)
+    fake_mode = getattr(x, "fake_mode", None)
+    if x is None or fake_mode is None:
+        return None
+    with fake_mode, torch.no_grad():
+        values = allocate_outputs(x, match.spec)
+    fused.meta["example_value"] = values
+    return values
+
+
+def _result(
+    graph: Graph, fused: Node, index: int, replaced: Node, values: tuple[torch.Tensor, ...] | None
+) -> list[Node]:
+    """One result in the shape and dtype of the node it replaces: that node first, then those it is made from."""
+    tensor = tensor_of(replaced)
+    assert tensor is not None
+    shape = shape_arguments(graph, tuple(tensor.shape))
+    item = graph.call_function(operator.getitem, (fused, index))
+    nodes = [graph.call_method("reshape", (item, *shape)), item]
+    if index == 1 and tensor.dtype != torch.float32:  # a scale that the graph keeps in a narrow dtype
+        nodes.insert(0, graph.call_method("to", (nodes[0], tensor.dtype)))
+    for node in nodes:
+        node.meta.update(_inherited_meta(replaced))
+    if values is not None:
+        item.meta["example_value"] = values[index]
+        nodes[-2].meta["example_value"] = tensor.to(values[index].dtype)
+    nodes[0].meta["example_value"] = tensor
+    return nodes
+
+
+def shape_arguments(graph: Graph, shape: tuple[Size, ...]) -> list[Any]:
+    """``shape`` as arguments of a ``reshape`` call at the graph's insertion point.
+
+    One symbolic size is left to torch (-1); several are computed from the graph's own symbols, because a size that was
+    specialised would recompile for every new batch. ShapeError where a symbol has no node.
+    """
+    static = [static_int(size) for size in shape]
+    if static.count(None) == 1 and 0 not in static:
+        return [-1 if size is None else size for size in static]
+    symbols = _symbol_nodes(graph) if None in static else {}
+    return [
+        _size_node(graph, original, symbols) if size is None else size
+        for original, size in zip(shape, static, strict=True)
+    ]
+
+
+def _symbol_nodes(graph: Graph) -> dict[sympy.Symbol, Node]:
+    """The node that holds each symbol: Dynamo passes every size symbol of the inputs as a placeholder of its own."""
+    found: dict[sympy.Symbol, Node] = {}
+    for node in graph.nodes:
+        value = value_of(node)
+        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+            found.setdefault(value.node.expr, node)
+    return found
+
+
+def _size_node(graph: Graph, size: Size, symbols: dict[sympy.Symbol, Node]) -> Node:
+    assert isinstance(size, torch.SymInt)
+    expression = size.node.expr
+    missing = [str(symbol) for symbol in expression.free_symbols if symbol not in symbols]
+    if missing:
+        raise ShapeError(f"the size {expression} needs the symbol {', '.join(missing)}, which no node of the graph holds")
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    proxies = {symbol: torch.fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
+    result = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    node = result.node
+    node.meta.setdefault("example_value", size)
+    return node
