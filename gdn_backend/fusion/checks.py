@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
-from gdn_backend.fusion.match import GatedNorm, Match, Miss, Quantisation, Reason
+from gdn_backend.fusion.match import GatedNorm, Miss, Quantisation, Reason
 from gdn_backend.fusion.sinks.decomposed import reads_only_shape
 from gdn_backend.graph.canonical import GraphView, overwritten_operand, spelled_name
 from gdn_backend.graph.effects import Effects
@@ -112,7 +112,7 @@ def _autocast_regions(view: GraphView) -> dict[Node, Node]:
     for node in view.nodes:
         name = getattr(node.target, "__name__", "")
         if name == "_enter_autocast":
-            enabled = node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)
+            enabled = dict(enumerate(node.args)).get(2, node.kwargs.get("enabled", True))
             stack.append((node, enabled is not False))
         elif name == "_exit_autocast" and stack:
             stack.pop()
@@ -141,7 +141,8 @@ def check_fp8_format(quant: Quantisation) -> Miss | None:
 
 def check_fake_quantisation(view: GraphView, quant: Quantisation) -> Miss | None:
     """Codes that nobody reads but to widen them again were never meant to be codes."""
-    frontier, readers = [quant.codes], []
+    frontier: list[Node] = [quant.codes]
+    readers: list[Node] = []
     while frontier:
         for user in view.readers(frontier.pop()):
             if reads_only_shape(user):
@@ -177,7 +178,8 @@ def check_operands(norm: GatedNorm) -> Miss | None:
         if tensor.device != device:
             return Miss("operand", Reason.LAYOUT, node, f"{role} on {device}, where x is", f"{tensor.device}")
     x, gate = tensor_of(norm.x), tensor_of(norm.gate)
-    assert x is not None and gate is not None
+    assert x is not None
+    assert gate is not None
     if not same_size(x.numel(), gate.numel()):
         return Miss("operand", Reason.LAYOUT, norm.gate, f"a gate of {x.numel()} values, as x has", f"{gate.numel()}")
     return None

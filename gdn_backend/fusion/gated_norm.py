@@ -3,9 +3,10 @@
     norm before gate:  [bias +] [weight *] (h * rsqrt(mean(h²) + eps))  *  act(gate)
     gate before norm:  [bias +] [weight *] (h * rsqrt(mean(h²) + eps)),  h = x * act(gate)
 
-The walk goes upward from the value. Operands of products and sums may come in either order, casts and reshapes may stand
-anywhere between; each cast to a low precision is a rounding point that is recorded by name (``gdn_backend.ops.spec``).
-``None`` means that there is no gated norm above; a gated norm that the fused op cannot express carries its ``problem``.
+The walk goes upward from the value. Operands of products and sums may come in either order, casts and reshapes may
+stand anywhere between; each cast to a low precision is a rounding point that is recorded by name
+(``gdn_backend.ops.spec``). ``None`` means that there is no gated norm above; a gated norm that the fused op cannot
+express carries its ``problem``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from gdn_backend.graph.shapes import same_shape, same_size, shape_of, static_int
 from gdn_backend.ops.spec import ROUNDING_POINTS, Activation, dtype_name
 
 _OTHER_ACTIVATIONS = frozenset(
-    "gelu relu relu6 tanh elu selu celu leaky_relu softplus hardswish hardsigmoid mish softsign erf logsigmoid".split()
-)
+    ("gelu", "relu", "relu6", "tanh", "elu", "selu", "celu", "leaky_relu", "softplus", "hardswish", "hardsigmoid", "mish",
+     "softsign", "erf", "logsigmoid")
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -181,18 +183,16 @@ def _find_normalised(view: GraphView, node: Node) -> _Normalised | None:
     return None
 
 
-def _extend(
-    view: GraphView, inner: _Normalised, top: Peeled, operand: Node, vector: _Vector, role: str
-) -> _Normalised:
+def _extend(view: GraphView, inner: _Normalised, top: Peeled, operand: Node, vector: _Vector, role: str) -> _Normalised:
     """``inner`` with a weight or bias applied to it at ``top``."""
     below = peel(view, operand)
     problem = inner.problem or vector.problem
     if not below.is_expressible:
         problem = problem or _rounding_miss(below.node, below)
-    changed = {"weight": vector} if role == "weight" else {"bias": vector}
     return replace(
         inner,
-        **changed,
+        weight=vector if role == "weight" else inner.weight,
+        bias=vector if role == "bias" else inner.bias,
         last_point=role,
         problem=problem,
         nodes=(*inner.nodes, *below.trail, *top.trail, top.node, *vector.nodes),
@@ -220,7 +220,8 @@ def _find_root_mean_square(view: GraphView, h: Node, r: Node, divides: bool) -> 
     nodes = [*root.trail, root.node]
     problem = None
     if divides and root_op.name == "sqrt":
-        problem = Miss("norm", Reason.ROUNDING, root.node, "h * rsqrt(variance)", "h / sqrt(variance)", "multiply by rsqrt")
+        actual = "h / sqrt(variance)"
+        problem = Miss("norm", Reason.ROUNDING, root.node, "h * rsqrt(variance)", actual, "multiply by torch.rsqrt")
     elif not divides and root_op.name == "reciprocal":
         under = peel(view, root_op.input)
         nodes += [*under.trail, under.node]

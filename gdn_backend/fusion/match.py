@@ -75,7 +75,7 @@ class Quantisation:
     fp8_dtype: str
     path: tuple[Node, ...] = ()  # the data's way to the groups; their shapes show the width of a row
     interior: frozenset[Node] = field(repr=False, default_factory=frozenset)  # lost with the site
-    dependents: frozenset[Node] = field(repr=False, default_factory=frozenset)  # computed from the scales alone: may stay
+    dependents: frozenset[Node] = field(repr=False, default_factory=frozenset)  # follow from the scales: may stay
     scale_family: tuple[Node, ...] = ()  # ``scales`` and the nodes whose tensor it overwrote in place
 
     @property
@@ -86,7 +86,7 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An anchor if one of ``data`` reaches a gated norm: what the sink made of it, and where the data path may go on."""
+    """An anchor if one of ``data`` reaches a gated norm: what the sink made of it, and where the data may come from."""
 
     anchor: Node
     sink: str

@@ -49,10 +49,12 @@ def find_sites(graph: Graph, *, group_sizes: frozenset[int]) -> SearchResult:
 
 
 def _find_site(view: GraphView, checker: SiteChecker, node: Node, group_sizes: frozenset[int]) -> Match | Miss | None:
-    candidate = next((found for sink in SINKS if (found := sink(view, node)) is not None), None)
+    candidates = (sink(view, node) for sink in SINKS)
+    candidate = next((found for found in candidates if found is not None), None)
     if candidate is None:
         return None
-    norm = next((found for data in candidate.data if (found := find_gated_norm(view, data)) is not None), None)
+    norms = (find_gated_norm(view, data) for data in candidate.data)
+    norm = next((found for found in norms if found is not None), None)
     if norm is None:
         return None
     quant = candidate.quant
@@ -77,7 +79,7 @@ def _row_width(norm: GatedNorm, quant: Quantisation) -> int | None:
     path = (*quant.path, *norm.path)
     fitting = [width for node in path if (width := _last_axis(node)) and width % unit == 0]
     if norm.norm_before_gate and max(fitting, default=0) <= norm.norm_size:
-        # No axis merges the heads: they may still stand beside each other, [T, H, D]. A symbolic count leaves one a row.
+        # No axis merges the heads: they may stand beside each other, [T, H, D]. A symbolic count leaves one a row.
         pairs = [_last_two(node) for node in path if len(shape_of(node)) > 2]
         fitting += [width for width in (*pairs, unit) if width and width % unit == 0]
     x = tensor_of(norm.x)

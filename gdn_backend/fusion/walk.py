@@ -47,7 +47,7 @@ def peel(view: GraphView, node: Node) -> Peeled:
 
 
 def peel_exact(view: GraphView, node: Node) -> Peeled:
-    """The value under ``node`` that holds the same numbers: through reshapes, copies and widening casts, not roundings."""
+    """The value under ``node`` that holds the same numbers: through reshapes, copies and widening casts alone."""
     return _peel(view, node, exact=True)
 
 
@@ -58,7 +58,8 @@ def _peel(view: GraphView, node: Node, exact: bool) -> Peeled:
         dtype = dtype_of(node)
         dtypes.append(dtype if dtype is not None else torch.bool)
         op = view.op(node)
-        passes = op.name in ("reshape", "identity") or (op.name == "cast" and not (exact and not _widens(op.input, node)))
+        keeps_value = op.name in ("reshape", "identity")
+        passes = keeps_value or (op.name == "cast" and (not exact or _widens(op.input, node)))
         if not passes or dtype_of(op.input) is None:
             return Peeled(node, tuple(trail), tuple(reversed(dtypes)))
         trail.append(node)

@@ -1,23 +1,24 @@
 """One view of a node, whatever its spelling.
 
-Dynamo keeps a call as the user wrote it: ``torch.mul``, ``x * y``, ``x.mul_(y)`` and ``torch.ops.aten.mul.Tensor`` are four
-targets for one operation. :class:`GraphView` turns each node into a :class:`CanonicalOp` with one name and named arguments;
-patterns read nothing else. The names:
+Dynamo keeps a call as the user wrote it: ``torch.mul``, ``x * y``, ``x.mul_(y)`` and ``torch.ops.aten.mul.Tensor`` are
+four targets for one operation. :class:`GraphView` turns each node into a :class:`CanonicalOp` with one name and named
+arguments; patterns read nothing else. The names:
 
 ===============  =====================================================================================================
 ``mul add sub``  with ``input`` and ``other`` (a node or a number); two equal factors are ``square``
-``div``          ``input / other``; ``const_div`` is a number over a tensor, which eager computes as reciprocal times number
+``div``          ``input / other``; ``const_div`` is a number over a tensor: to eager, reciprocal times number
 ``square rsqrt sqrt reciprocal abs exp2 log2 ceil sigmoid silu``    also as powers
 ``mean sum amax``  with ``dims`` (tuple of non-negative ints, or None for all) and ``keepdim``
 ``clamp``        with ``min`` and ``max`` (numbers, nodes or None)
 ``cast``         a change of dtype; ``identity`` copies or passes a value on
-``reshape``      keeps the row-major order of the values: view, flatten, unsqueeze, ``[..., None]``, moved axes of size one
+``reshape``      keeps the row-major order of the values: view, flatten, ``[..., None]``, axes of size one moved
 ``item``         an element of a tuple
 ``bitcast``      ``view(dtype)``
 ===============  =====================================================================================================
 
-Anything else keeps its own name. In-place operations are followed: an operand names the node that last gave the tensor its
-value, so ``s.div_(448); s.clamp_(min=t)`` reads as the chain it is, and filling a whole buffer passes the filled value on.
+Anything else keeps its own name. In-place operations are followed: an operand names the node that last gave the tensor
+its value, so ``s.div_(448); s.clamp_(min=t)`` reads as the chain it is, and filling a whole buffer passes the filled
+value on.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from gdn_backend.graph.shapes import same_shape, same_size, shape_of, static_int, tensor_of, value_of
+from gdn_backend.graph.shapes import Size, same_shape, same_size, shape_of, static_int, tensor_of, value_of
 
 _ALIASES = {
     "multiply": "mul", "imul": "mul", "rmul": "mul",
@@ -98,7 +99,8 @@ def spelled_name(node: Node) -> str | None:
         return name if namespace == "aten" else None
     module = getattr(target, "__module__", None) or ""
     self_module = getattr(getattr(target, "__self__", None), "__name__", "")
-    if module.split(".")[0] in ("torch", "_operator", "operator") or self_module.startswith("torch") or _is_torch(target):
+    is_ours = module.split(".")[0] in ("torch", "_operator", "operator") or self_module.startswith("torch")
+    if is_ours or _is_torch(target):
         return str(getattr(target, "__name__", target))
     return None
 
@@ -106,7 +108,8 @@ def spelled_name(node: Node) -> str | None:
 def _is_torch(target: Any) -> bool:
     """Built-in functions of torch carry no module; they are attributes of these."""
     name = getattr(target, "__name__", "")
-    return any(getattr(home, name, None) is target for home in (torch, torch._C._nn, torch.nn.functional, torch.special))
+    homes = (torch, torch._C._nn, torch.nn.functional, torch.special)
+    return any(getattr(home, name, None) is target for home in homes)
 
 
 def qualified_op_name(node: Node) -> str | None:
@@ -185,8 +188,8 @@ class GraphView:
 def overwritten_operand(node: Node) -> Node | None:
     """The tensor whose every element ``node`` replaces in place, or None.
 
-    That is an in-place pointwise operation, ``copy_``, and ``setitem`` over the whole tensor. Other writes (``out=``, partial
-    ``setitem``, custom ops) are writes for :mod:`gdn_backend.graph.effects`, but no value that can be followed.
+    That is an in-place pointwise operation, ``copy_``, and ``setitem`` over the whole tensor. Other writes (``out=``,
+    partial ``setitem``, custom ops) are writes for :mod:`gdn_backend.graph.effects`, but no value that can be followed.
     """
     name = spelled_name(node)
     if name is None or not node.args or not isinstance(node.args[0], Node):
@@ -326,12 +329,16 @@ def _refine_permute(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
     if source is None or result is None:
         return CanonicalOp(name, node, args)
     # Equal sizes do not show which axis went where, equal strides do: axes of size one aside, both must agree.
-    before = [(size, stride) for size, stride in zip(source.shape, source.stride(), strict=True) if static_int(size) != 1]
-    after = [(size, stride) for size, stride in zip(result.shape, result.stride(), strict=True) if static_int(size) != 1]
+    before, after = _axes(source), _axes(result)
     kept = len(before) == len(after) and all(
         same_size(a[0], b[0]) and same_size(a[1], b[1]) for a, b in zip(before, after, strict=True)
     )
     return CanonicalOp("reshape" if kept else "permute", node, {"input": args["input"]})
+
+
+def _axes(tensor: torch.Tensor) -> list[tuple[Size, Size]]:
+    """Size and stride of every axis of more than one value."""
+    return [axis for axis in zip(tensor.shape, tensor.stride(), strict=True) if static_int(axis[0]) != 1]
 
 
 def _refine_getitem(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
@@ -352,7 +359,8 @@ def _refine_assign(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
     whole = target is not None and source is not None and same_shape(tuple(target.shape), tuple(source.shape))
     if not whole or (name == "setitem" and overwritten_operand(node) is None):
         return CanonicalOp(name, node, args)
-    assert target is not None and source is not None
+    assert target is not None
+    assert source is not None
     same = target.dtype == source.dtype
     return CanonicalOp("identity" if same else "cast", node, {"input": args["value"]})
 

@@ -1,7 +1,8 @@
 """Which nodes write to memory, and whose: the facts that decide whether an operand may be read later than it was.
 
-A Dynamo graph is not functional. A write is found by the node that does it; whose memory it touches is read off the fake
-tensors, which share a storage exactly where the tensors of the program do (views, views of views, two inputs that overlap).
+A Dynamo graph is not functional. A write is found by the node that does it; whose memory it touches is read off the
+fake tensors, which share a storage exactly where the tensors of the program do (views, views of views, two inputs that
+overlap).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Effects:
                     self._writes.setdefault(key, []).append(Write(position, node))
 
     def writes_between(self, node: Node, after: int, before: int) -> Iterator[Node]:
-        """Nodes at positions strictly between ``after`` and ``before`` that write to the memory of ``node``'s tensor."""
+        """Nodes strictly between the positions ``after`` and ``before`` that write to the memory of ``node``."""
         writes = self._writes.get(storage_of(node) or 0, ())
         start = bisect_right(writes, after, key=lambda write: write.position)
         for write in writes[start:]:

@@ -23,7 +23,7 @@ def copy_graphs(gm: GraphModule) -> list[GraphCopy]:
 
 
 def copy_graph(module: GraphModule) -> Graph:
-    """A copy with equal node names and metadata, and with what Dynamo sets on its nodes besides (the inputs' sources)."""
+    """A copy with equal node names and metadata, and what Dynamo keeps on the nodes besides (the inputs' sources)."""
     original = module.graph
     graph = copy.deepcopy(original)
     graph.owning_module = module

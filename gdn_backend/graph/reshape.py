@@ -11,7 +11,8 @@ After, where nothing else reads ``heads`` and ``merged``::
     groups = norm.reshape(18, 4, 128)
 
 A reshape is rebound to its base only where that cannot be told from outside: the chain is made of views, or the base is
-copied just the same, and no one writes to the memory in question. Sizes are never compared in a way that installs a guard.
+copied just the same, and no one writes to the memory in question. Sizes are never compared in a way that installs a
+guard.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def _is_no_op(view: GraphView, effects: Effects, node: Node) -> bool:
     """The same shape over the same memory; ``x.view(x.shape)`` is a new tensor, but one that nobody can tell from x."""
     source = tensor_of(view.op(node).input)
     result = tensor_of(node)
-    assert source is not None and result is not None
+    assert source is not None
+    assert result is not None
     return (
         same_shape(tuple(source.shape), tuple(result.shape))
         and storage_of(node) == storage_of(view.op(node).input)
@@ -106,7 +108,8 @@ def _indistinguishable(effects: Effects, base: Node, node: Node) -> bool:
     if storage_of(base) == storage_of(node):
         return True  # a chain of views: its strides follow from shape and base alone
     source, result = tensor_of(base), tensor_of(node)
-    assert source is not None and result is not None
+    assert source is not None
+    assert result is not None
     sizes = [static_int(size) for size in (*source.shape, *source.stride(), *result.shape)]
     if None in sizes:
         return False

@@ -17,7 +17,7 @@ import operator
 from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph, Node
 from torch.utils._sympy.interp import sympy_interp
@@ -37,8 +37,8 @@ class ShapeError(RuntimeError):
 def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
     """Replaces the codes and scales of ``match`` by one call of the fused op with ``kernel``; returns the call.
 
-    The call stands where the first of the two stood: every operand is computed by then and no user has come yet. Interior
-    nodes that lost their last user are erased, the others stay.
+    The call stands where the first of the two stood: every operand is computed by then and no user has come yet.
+    Interior nodes that lost their last user are erased, the others stay.
     """
     norm, quant = match.norm, match.quant
     order = {node: index for index, node in enumerate(graph.nodes)}
@@ -140,7 +140,7 @@ def _size_node(graph: Graph, size: Size, symbols: dict[sympy.Symbol, Node]) -> N
     expression = size.node.expr
     missing = [str(symbol) for symbol in expression.free_symbols if symbol not in symbols]
     if missing:
-        raise ShapeError(f"the size {expression} needs the symbol {', '.join(missing)}, which no node of the graph holds")
+        raise ShapeError(f"the size {expression} needs {', '.join(missing)}, which no node of the graph holds")
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     proxies = {symbol: torch.fx.Proxy(symbols[symbol], tracer) for symbol in expression.free_symbols}
     result = sympy_interp(PythonReferenceAnalysis, proxies, expression)

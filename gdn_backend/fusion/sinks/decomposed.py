@@ -5,8 +5,8 @@
     scale  = clamp(amax.float() / 448, min=floor)   any chain of the steps of gdn_backend.ops.spec
     codes  = clamp(groups.float() / scale, -448, 448).to(torch.float8_e4m3fn)
 
-The walk starts at the cast to FP8. The chain from ``amax`` to the factor is read into steps, exactly as the graph has it; the
-stored scale is the first value of that chain that anyone else reads.
+The walk starts at the cast to FP8. The chain from ``amax`` to the factor is read into steps, exactly as the graph has
+it; the stored scale is the first value of that chain that anyone else reads.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def find_decomposed(view: GraphView, node: Node) -> Candidate | None:
     scaling = view.op(cast.scaled)
     if scaling.name not in ("mul", "div") or tensor_of(scaling.get("other")) is None:
         miss = Miss("quant", Reason.STATIC_SCALE, cast.scaled, "a division by a scale from the data", f"{scaling.name}")
-        data = (scaling.input, op.input) if scaling.name in ("mul", "div") else (op.input,)
-        return Candidate(node, SINK, data, miss)
+        scaled = scaling.name in ("mul", "div")
+        return Candidate(node, SINK, (scaling.input, op.input) if scaled else (op.input,), miss)
     orders = [(scaling.input, scaling.args["other"])]
     if scaling.name == "mul":
         orders.append((scaling.args["other"], scaling.input))
@@ -285,9 +285,11 @@ def _check_groups(chain: _Chain, measured: Peeled, value: Peeled, data: Node) ->
     last = len(grouped) - 1
     if dims is None or (len(dims) == len(grouped) and len(shape_of(value.node)) > 1):
         advice = "quantise in groups along the last axis, or per token"
-        return Miss("quant", Reason.PER_TENSOR, chain.magnitude.node, "one scale a group", "one scale for the tensor", advice)
+        actual = "one scale for the whole tensor"
+        return Miss("quant", Reason.PER_TENSOR, chain.magnitude.node, "one scale a group", actual, advice)
     if dims != (last,):
-        return Miss("quant", Reason.GROUP_SHAPE, chain.magnitude.node, f"groups along axis {last}", f"axes {list(dims)}")
+        actual = f"axes {list(dims)}"
+        return Miss("quant", Reason.GROUP_SHAPE, chain.magnitude.node, f"groups along axis {last}", actual)
     if static_int(grouped[-1]) is None:
         return Miss("quant", Reason.GROUP_SHAPE, chain.grouped, "groups of fixed size", f"{grouped[-1]}")
     if measured.node is not value.node:
@@ -299,4 +301,3 @@ def _check_groups(chain: _Chain, measured: Peeled, value: Peeled, data: Node) ->
         expected = f"a factor of shape {[*map(str, shape[:-1]), '1']}"
         return Miss("quant", Reason.GROUP_SHAPE, chain.links[-1].node, expected, f"{[str(size) for size in factor]}")
     return None
-

@@ -19,7 +19,8 @@ def find_own_op(view: GraphView, node: Node) -> Candidate | None:
     """A candidate where ``node`` calls our quantisation op, else None."""
     if qualified_op_name(node) != SINK:
         return None
-    x, group_size, spec = (*node.args, *(node.kwargs[name] for name in ("x", "group_size", "spec") if name in node.kwargs))
+    arguments = {**dict(zip(("x", "group_size", "spec"), node.args, strict=False)), **node.kwargs}
+    x, group_size, spec = arguments["x"], arguments["group_size"], arguments["spec"]
     if not isinstance(x, Node) or tensor_of(x) is None or not isinstance(group_size, int) or not isinstance(spec, str):
         return None
     results = {view.op(user).get("index"): user for user in node.users if view.op(user).name == "item"}
