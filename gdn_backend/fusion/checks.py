@@ -112,7 +112,8 @@ def _autocast_regions(view: GraphView) -> dict[Node, Node]:
     for node in view.nodes:
         name = getattr(node.target, "__name__", "")
         if name == "_enter_autocast":
-            enabled = dict(enumerate(node.args)).get(2, node.kwargs.get("enabled", True))
+            arguments = dict(enumerate(node.args))
+            enabled = arguments.get(2, node.kwargs.get("enabled", True))
             stack.append((node, enabled is not False))
         elif name == "_exit_autocast" and stack:
             stack.pop()
@@ -127,7 +128,7 @@ def check_fp8_format(quant: Quantisation) -> Miss | None:
         return Miss("quant", Reason.FP8_FORMAT, quant.codes, " or ".join(FP8_DTYPES), quant.fp8_dtype)
     largest = float(torch.finfo(FP8_DTYPES[quant.fp8_dtype]).max)
     steps = (*(quant.quant.scale_steps or ()), *quant.quant.factor_steps)
-    divisors = [float(step[1]) for step in steps if step[0] == "div"]
+    divisors = [float(step[-1]) for step in steps if step[0] == "div"]
     limits = [quant.quant.clamp, *divisors] if quant.quant.clamp is not None else divisors
     for limit in limits:
         if limit is not None and limit > largest:
