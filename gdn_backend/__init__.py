@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gdn_backend.dry_run import explain
     from gdn_backend.environment import are_gdn_triton_kernels_available
-    from gdn_backend.explain import explain
     from gdn_backend.kernels.reference import rms_norm_gated
     from gdn_backend.ops.fp8_quant import fp8_quant
     from gdn_backend.ops.gated_rmsnorm_quant import gated_rmsnorm_fp8_quant
@@ -36,7 +36,7 @@ _HOMES = {
     "QuantSpec": "ops.spec",
     "are_gdn_triton_kernels_available": "environment",
     "clear_reports": "report.store",
-    "explain": "explain",
+    "explain": "dry_run",
     "fp8_quant": "ops.fp8_quant",
     "gated_rmsnorm_fp8_quant": "ops.gated_rmsnorm_quant",
     "last_report": "report.store",

@@ -1,16 +1,179 @@
-"""The ``gdn_rocm`` backend of ``torch.compile``."""
+"""The ``gdn_rocm`` backend of ``torch.compile``: fold -> find -> choose -> rewrite -> lint -> report -> Inductor.
+
+Inductor, Triton and rich are imported when a graph is compiled, not with this module.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule
+
+from gdn_backend.graph.module import GraphCopy, copy_graphs, swap_in
+from gdn_backend.graph.reshape import fold_reshapes
+from gdn_backend.graph.rewrite import fuse_site
+from gdn_backend.ops.dispatch import check_requested
+from gdn_backend.options import Settings, resolve_settings, unknown_variables
+from gdn_backend.planning import Plan, plan_sites
+from gdn_backend.report import store
+from gdn_backend.report.build import report_sites
+from gdn_backend.report.model import FusionReport
+
+BACKEND_NAME = "gdn_rocm"
+GRADIENTS_ENABLED = (
+    "called with gradients enabled, so nothing was fused that needs one: wrap the call in torch.no_grad()"
+)
+
+
+class NothingFusedError(RuntimeError):
+    """``gdn.strict``: a graph holds a gated norm in front of an FP8 quantisation and none was fused."""
 
 
 def gdn_rocm(
     gm: GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None, options: Mapping[str, Any] | None = None
 ) -> Any:
+    """Compiles a Dynamo graph with Inductor, its gated norms fused with the FP8 quantisation behind them.
+
+    ``mode`` and ``options`` are those of ``torch.compile``. Wrong options and a forced kernel that cannot run on this
+    machine raise; a failure of the passes leaves ``gm`` as it came, is reported, and raises only under ``gdn.strict``.
+    """
+    from gdn_backend.report.render import show
+
+    settings = resolve_settings(mode, options)
+    check_requested(settings.kernel)
+    report, originals = fuse_in_place(gm, settings)
+    _publish(report, settings)
+    if settings.strict and settings.enabled and report.sites and not report.num_fused:
+        raise NothingFusedError("; ".join(f"{site.module or site.source}: {site.detail}" for site in report.sites))
+    try:
+        return _compile_with_inductor(gm, example_inputs, settings, report)
+    except Exception as error:
+        if settings.strict or not originals:
+            raise
+        swap_in(originals)
+        report = _failure(gm, "Inductor failed on the fused graph", error)
+    _publish(report, settings)
+    return _compile_with_inductor(gm, example_inputs, settings, report)
+
+
+def _reset() -> None:
+    """What ``torch.compiler.reset()`` asks of a backend: lets go of CUDA graphs, as ``backend="inductor"`` does."""
+    if "torch._inductor.cudagraph_trees" in sys.modules:
+        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+
+        reset_cudagraph_trees()
+
+
+gdn_rocm.reset = _reset  # type: ignore[attr-defined]  # torch looks for it on the function
+
+
+def register() -> None:
+    """Makes the name "gdn_rocm" known where the package is on the path but not installed, so has no entry point."""
+    from torch._dynamo import list_backends, register_backend
+
+    if BACKEND_NAME not in list_backends():
+        register_backend(gdn_rocm, name=BACKEND_NAME)
+
+
+def fuse_in_place(gm: GraphModule, settings: Settings) -> tuple[FusionReport, list[GraphCopy]]:
+    """Fuses what can be fused in ``gm``; returns the report and the graphs that were replaced, for taking it all back.
+
+    After a failure ``gm`` is as it came, and the report says so.
+    """
+    try:
+        report, changed = fuse_copies(gm, settings)
+        return report, swap_in(changed)
+    except Exception as error:
+        if settings.strict:
+            raise
+        return _failure(gm, "a pass failed", error), []
+
+
+def fuse_copies(gm: GraphModule, settings: Settings) -> tuple[FusionReport, list[GraphCopy]]:
+    """The passes, on copies of the graphs of ``gm``; returns the report and the copies that differ from the originals."""
+    clock = _Clock()
+    copies = copy_graphs(gm)
+    with clock.time("fold"):
+        folded = [fold_reshapes(copy.graph) for copy in copies]
+    with clock.time("match"):
+        plans = [plan_sites(copy.graph, settings) for copy in copies]
+    report = _report(copies, plans, sum(folded) if settings.enabled else 0)
+    with clock.time("rewrite"):
+        for copy, plan in zip(copies, plans, strict=True):
+            for match, choice in plan.chosen:
+                fuse_site(copy.graph, match, choice.kernel)
+            copy.graph.lint()
+    is_changed = [settings.enabled and bool(plan.chosen or count) for plan, count in zip(plans, folded, strict=True)]
+    changed = [copy for copy, is_new in zip(copies, is_changed, strict=True) if is_new]
+    return replace(report, timings_ms=clock.milliseconds()), changed
+
+
+def _report(copies: list[GraphCopy], plans: list[Plan], folded: int) -> FusionReport:
+    """The report but for its timings; made before the rewrite, while every node is still in its graph."""
+    sites = [
+        site
+        for copy, plan in zip(copies, plans, strict=True)
+        for site in report_sites(copy.graph, plan.chosen, plan.missed)
+    ]
+    alert = GRADIENTS_ENABLED if any(site.reason == "REQUIRES_GRAD" for site in sites) else ""
+    notes = [alert] if alert else []
+    notes += [f"environment variable {name} is set but no option reads it" for name in unknown_variables()]
+    notes += [note for plan in plans for note in plan.notes]
+    return FusionReport(
+        graph_id=store.new_graph_id(),
+        num_nodes=sum(len(copy.module.graph.nodes) for copy in copies),
+        folded_reshapes=folded,
+        sites=tuple(sites),
+        notes=tuple(dict.fromkeys(notes)),
+        alert=alert,
+    )
+
+
+def _failure(gm: GraphModule, what: str, error: Exception) -> FusionReport:
+    alert = f"{what}, so the graph is compiled as it came: {type(error).__name__}: {error}"
+    return FusionReport(store.new_graph_id(), len(gm.graph.nodes), notes=(alert,), alert=alert)
+
+
+def _publish(report: FusionReport, settings: Settings) -> None:
+    from gdn_backend.report.render import show
+
+    store.add_report(report)
+    show(report, settings.report)
+
+
+def _compile_with_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, report: FusionReport
+) -> Any:
+    """Inductor keeps fp32 between the ops that it fuses, which is not eager's result.
+
+    On the CPU ``emulate_precision_casts`` makes it round where the graph does; a GPU's sites round in their own kernel.
+    """
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(gm, example_inputs)
+    patches = dict(settings.inductor)
+    if any(site.status == "fused" and site.device == "cpu" for site in report.sites):
+        patches.setdefault("emulate_precision_casts", True)
+    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+class _Clock:
+    """Milliseconds of named passes, and since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._spent: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._spent[name] = (time.perf_counter() - start) * 1e3
+
+    def milliseconds(self) -> dict[str, float]:
+        spent = {**self._spent, "total": (time.perf_counter() - self._start) * 1e3}
+        return {name: round(value, 3) for name, value in spent.items()}

@@ -18,7 +18,7 @@ class GraphCopy:
 
 
 def copy_graphs(gm: GraphModule) -> list[GraphCopy]:
-    """Copies of the graph of ``gm`` and of every graph it calls, the bodies of checkpoints and other higher-order calls."""
+    """Copies of the graph of ``gm`` and of every graph it calls: bodies of checkpoints and other higher-order calls."""
     return [GraphCopy(module, copy_graph(module)) for module in _called_modules(gm, seen=set())]
 
 
@@ -32,17 +32,18 @@ def copy_graph(module: GraphModule) -> Graph:
     return graph
 
 
-def swap_in(copies: Iterable[GraphCopy]) -> None:
-    """Gives each module its copy; where one of them cannot be had, every module has its own graph again."""
-    originals: list[tuple[GraphModule, Graph]] = []
+def swap_in(copies: Iterable[GraphCopy]) -> list[GraphCopy]:
+    """Gives each module its copy and returns what they had; where one cannot be had, all have their own graphs again."""
+    originals: list[GraphCopy] = []
     try:
         for item in copies:
-            originals.append((item.module, item.module.graph))
+            originals.append(GraphCopy(item.module, item.module.graph))
             item.module.graph = item.graph
     except Exception:
-        for module, graph in originals:
-            module.graph = graph
+        for item in originals:
+            item.module.graph = item.graph
         raise
+    return originals
 
 
 def _called_modules(gm: GraphModule, seen: set[int]) -> Iterator[GraphModule]:
@@ -51,7 +52,7 @@ def _called_modules(gm: GraphModule, seen: set[int]) -> Iterator[GraphModule]:
     seen.add(id(gm))
     yield gm
     for node in gm.graph.find_nodes(op="get_attr"):
-        value = gm
+        value: object = gm
         for name in str(node.target).split("."):
             value = getattr(value, name, None)
         if isinstance(value, GraphModule):
