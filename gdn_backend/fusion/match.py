@@ -122,11 +122,9 @@ class Match:
     quant: Quantisation
     spec: FusedSpec
     facts: SiteFacts
-
-    @property
-    def interior(self) -> frozenset[Node]:
-        """Nodes whose values are lost with the site."""
-        return self.norm.interior | self.quant.interior
+    replaced: tuple[
+        Node, ...
+    ]  # all nodes of the site in program order: its interior, what follows from it, its results
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,9 @@ def _find_site(view: GraphView, checker: SiteChecker, node: Node, group_sizes: f
     if miss is not None or hidden_size is None:
         assert miss is not None
         return dataclasses.replace(miss, facts=facts)
-    return Match(norm, quant, _spec(norm, quant, hidden_size, facts), facts)
+    nodes = norm.interior | quant.interior | quant.dependents | set(quant.results)
+    replaced = tuple(sorted(nodes, key=view.position.__getitem__))
+    return Match(norm, quant, _spec(norm, quant, hidden_size, facts), facts, replaced)
 
 
 def _row_width(norm: GatedNorm, quant: Quantisation) -> int | None:

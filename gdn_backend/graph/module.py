@@ -33,7 +33,7 @@ def copy_graph(module: GraphModule) -> Graph:
 
 
 def swap_in(copies: Iterable[GraphCopy]) -> list[GraphCopy]:
-    """Gives each module its copy and returns what they had; where one cannot be had, all have their own graphs again."""
+    """Gives each module its copy and returns what they had; if one of them fails, all have their own graphs again."""
     originals: list[GraphCopy] = []
     try:
         for item in copies:

@@ -38,9 +38,9 @@ def fold_reshapes(graph: Graph) -> int:
         if not _is_reshape(view, node):
             continue
         chain = _chain(view, node)
-        if _is_no_op(view, effects, node):
-            node.replace_all_uses_with(view.op(node).input)
-            passed_over.append(node)
+        if _is_no_op(effects, chain[-1], node):
+            node.replace_all_uses_with(chain[-1])
+            passed_over += [node, *chain[:-1]]
         elif len(chain) > 1 and _rebind(view, effects, node, base=chain[-1]):
             passed_over.extend(chain[:-1])
         else:
@@ -60,15 +60,14 @@ def _is_reshape(view: GraphView, node: Node) -> bool:
     return op.name == "reshape" and bool(node.args) and op.input is node.args[0] and str(node.target) != "squeeze_"
 
 
-def _is_no_op(view: GraphView, effects: Effects, node: Node) -> bool:
+def _is_no_op(effects: Effects, base: Node, node: Node) -> bool:
     """The same shape over the same memory; ``x.view(x.shape)`` is a new tensor, but one that nobody can tell from x."""
-    source = tensor_of(view.op(node).input)
-    result = tensor_of(node)
+    source, result = tensor_of(base), tensor_of(node)
     assert source is not None
     assert result is not None
     return (
         same_shape(tuple(source.shape), tuple(result.shape))
-        and storage_of(node) == storage_of(view.op(node).input)
+        and storage_of(node) == storage_of(base)
         and all(map(same_size, source.stride(), result.stride()))
         and not effects.is_written(node)
         and not any(user.op == "output" for user in node.users)

@@ -41,9 +41,9 @@ def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
     Interior nodes that lost their last user are erased, the others stay.
     """
     norm, quant = match.norm, match.quant
-    order = {node: index for index, node in enumerate(graph.nodes)}
-    replaced = {*match.interior, *quant.dependents, *quant.results}
-    with graph.inserting_before(min(quant.results, key=order.__getitem__)):
+    replaced = frozenset(match.replaced)
+    first_result = next(node for node in match.replaced if node in quant.results)
+    with graph.inserting_before(first_result):
         call = encode_call(match.spec, kernel)
         op = torch.ops.gdn_backend.gated_rmsnorm_fp8_quant.default
         fused = graph.call_function(op, (norm.x, norm.gate, norm.weight, norm.bias, norm.eps, call))
@@ -55,7 +55,7 @@ def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
     if quant.scales is not None:
         _redirect(quant.scale_family, scales[0], replaced - quant.dependents)
     erase_unused(graph, scales)
-    erase_unused(graph, sorted(replaced, key=order.__getitem__, reverse=True))
+    erase_unused(graph, reversed(match.replaced))
     return fused
 
 
