@@ -42,11 +42,9 @@ def gdn_rocm(
     ``mode`` and ``options`` are those of ``torch.compile``. Wrong options and a forced kernel that cannot run on this
     machine raise; a failure of the passes leaves ``gm`` as it came, is reported, and raises only under ``gdn.strict``.
     """
-    from gdn_backend.report.render import show
-
     settings = resolve_settings(mode, options)
     check_requested(settings.kernel)
-    report, originals = fuse_in_place(gm, settings)
+    report, originals = _fuse_in_place(gm, settings, store.new_graph_id())
     _publish(report, settings)
     if settings.strict and settings.enabled and report.sites and not report.num_fused:
         raise NothingFusedError("; ".join(f"{site.module or site.source}: {site.detail}" for site in report.sites))
@@ -56,7 +54,7 @@ def gdn_rocm(
         if settings.strict or not originals:
             raise
         swap_in(originals)
-        report = _failure(gm, "Inductor failed on the fused graph", error)
+        report = _failure(gm, report.graph_id, "Inductor failed on the fused graph", error)
     _publish(report, settings)
     return _compile_with_inductor(gm, example_inputs, settings, report)
 
@@ -80,29 +78,37 @@ def register() -> None:
         register_backend(gdn_rocm, name=BACKEND_NAME)
 
 
-def fuse_in_place(gm: GraphModule, settings: Settings) -> tuple[FusionReport, list[GraphCopy]]:
+def report_graph(gm: GraphModule, settings: Settings, graph_id: int) -> FusionReport:
+    """What the backend would say of ``gm``, which stays as it is."""
+    try:
+        return _fuse_copies(gm, settings, graph_id)[0]
+    except Exception as error:
+        return _failure(gm, graph_id, "a pass failed", error)
+
+
+def _fuse_in_place(gm: GraphModule, settings: Settings, graph_id: int) -> tuple[FusionReport, list[GraphCopy]]:
     """Fuses what can be fused in ``gm``; returns the report and the graphs that were replaced, for taking it all back.
 
     After a failure ``gm`` is as it came, and the report says so.
     """
     try:
-        report, changed = fuse_copies(gm, settings)
+        report, changed = _fuse_copies(gm, settings, graph_id)
         return report, swap_in(changed)
     except Exception as error:
         if settings.strict:
             raise
-        return _failure(gm, "a pass failed", error), []
+        return _failure(gm, graph_id, "a pass failed", error), []
 
 
-def fuse_copies(gm: GraphModule, settings: Settings) -> tuple[FusionReport, list[GraphCopy]]:
-    """The passes, on copies of the graphs of ``gm``; returns the report and the copies that differ from the originals."""
+def _fuse_copies(gm: GraphModule, settings: Settings, graph_id: int) -> tuple[FusionReport, list[GraphCopy]]:
+    """The passes, on copies of the graphs of ``gm``; returns the report, and the copies that were changed."""
     clock = _Clock()
     copies = copy_graphs(gm)
     with clock.time("fold"):
         folded = [fold_reshapes(copy.graph) for copy in copies]
     with clock.time("match"):
         plans = [plan_sites(copy.graph, settings) for copy in copies]
-    report = _report(copies, plans, sum(folded) if settings.enabled else 0)
+    report = _report(graph_id, copies, plans, sum(folded) if settings.enabled else 0)
     with clock.time("rewrite"):
         for copy, plan in zip(copies, plans, strict=True):
             for match, choice in plan.chosen:
@@ -113,7 +119,7 @@ def fuse_copies(gm: GraphModule, settings: Settings) -> tuple[FusionReport, list
     return replace(report, timings_ms=clock.milliseconds()), changed
 
 
-def _report(copies: list[GraphCopy], plans: list[Plan], folded: int) -> FusionReport:
+def _report(graph_id: int, copies: list[GraphCopy], plans: list[Plan], folded: int) -> FusionReport:
     """The report but for its timings; made before the rewrite, while every node is still in its graph."""
     sites = [
         site
@@ -125,7 +131,7 @@ def _report(copies: list[GraphCopy], plans: list[Plan], folded: int) -> FusionRe
     notes += [f"environment variable {name} is set but no option reads it" for name in unknown_variables()]
     notes += [note for plan in plans for note in plan.notes]
     return FusionReport(
-        graph_id=store.new_graph_id(),
+        graph_id=graph_id,
         num_nodes=sum(len(copy.module.graph.nodes) for copy in copies),
         folded_reshapes=folded,
         sites=tuple(sites),
@@ -134,9 +140,9 @@ def _report(copies: list[GraphCopy], plans: list[Plan], folded: int) -> FusionRe
     )
 
 
-def _failure(gm: GraphModule, what: str, error: Exception) -> FusionReport:
+def _failure(gm: GraphModule, graph_id: int, what: str, error: Exception) -> FusionReport:
     alert = f"{what}, so the graph is compiled as it came: {type(error).__name__}: {error}"
-    return FusionReport(store.new_graph_id(), len(gm.graph.nodes), notes=(alert,), alert=alert)
+    return FusionReport(graph_id, len(gm.graph.nodes), notes=(alert,), alert=alert)
 
 
 def _publish(report: FusionReport, settings: Settings) -> None:
