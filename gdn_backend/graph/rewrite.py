@@ -13,6 +13,7 @@ After::
 
 from __future__ import annotations
 
+import importlib
 import operator
 from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,8 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from gdn_backend.graph.shapes import Size, static_int, tensor_of, value_of
-from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs, encode_call
+from gdn_backend.ops.call import encode_call
+from gdn_backend.ops.outputs import allocate_outputs
 
 if TYPE_CHECKING:
     from gdn_backend.fusion.match import Match
@@ -45,6 +47,7 @@ def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
     first_result = next(node for node in match.replaced if node in quant.results)
     with graph.inserting_before(first_result):
         call = encode_call(match.spec, kernel)
+        importlib.import_module("gdn_backend.ops.gated_rmsnorm_quant")  # registers the op, which imports Triton
         op = torch.ops.gdn_backend.gated_rmsnorm_fp8_quant.default
         fused = graph.call_function(op, (norm.x, norm.gate, norm.weight, norm.bias, norm.eps, call))
         fused.meta.update(_inherited_meta(norm.output))

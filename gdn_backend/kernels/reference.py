@@ -1,8 +1,8 @@
 """The fused op in plain PyTorch: what every other kernel is compared with, and what runs on the CPU.
 
-It holds eager's own operations in eager's order, so that its bytes are those of the modules it stands for. Every value is
-fp32 between two rounding points (:mod:`gdn_backend.ops.spec`); a rounding is a cast down and up again. That is the same
-as doing the step in the narrow dtype, because PyTorch computes bf16 and fp16 arithmetic in fp32 and rounds the result.
+It holds eager's own operations in eager's order, so that its bytes are those of the modules it stands for. Every value
+is fp32 between two rounding points (:mod:`gdn_backend.ops.spec`); a rounding is a cast down and up again. That is the
+same as doing the step in the narrow dtype: PyTorch computes bf16 and fp16 arithmetic in fp32 and rounds the result.
 
 Nothing here writes to a tensor, and nothing looks at a value, so the functions trace with symbolic sizes and Inductor
 turns a call on the CPU into one C++ kernel. For that kernel to keep the roundings, Inductor has to be told to
@@ -52,8 +52,8 @@ def rms_norm_gated(
         eps: added to the mean square.
         activation: of the gate, ``"silu"`` or ``"sigmoid"``.
         norm_before_gate: False multiplies by the gate first and norms the product.
-        norm_size: values that share a mean; the last dimension if None. A divisor of the last dimension, or a multiple of
-            it that divides the last two dimensions together.
+        norm_size: values that share a mean; the last dimension if None. A divisor of the last dimension, or a
+            multiple of it that divides the last two dimensions together.
         weight_offset: added to the weight (1.0 for weights stored around zero).
         bias: ``[W]`` like ``weight``, added after it.
         roundings: rounding points, ``"point:dtype"``; none keeps fp32 throughout.
@@ -95,7 +95,7 @@ def quantise(y: Tensor, group_size: int, quant: QuantSpec, fp8_dtype: torch.dtyp
         fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e4m3fnuz``.
 
     Returns:
-        codes ``[T, K]`` in ``fp8_dtype``, contiguous, and scales ``[T, K / group_size]`` fp32 in ``quant.scale_layout``.
+        codes ``[T, K]`` in ``fp8_dtype``, contiguous; scales ``[T, K / group_size]`` fp32 in ``quant.scale_layout``.
     """
     rows, row_size = y.shape
     num_groups = row_size // group_size

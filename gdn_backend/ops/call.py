@@ -21,6 +21,9 @@ from gdn_backend.ops.spec import FP8_DTYPES, FusedSpec, QuantSpec, dtype_name
 #: Kernels by name, in order of preference.
 KERNELS = ("aiter", "triton", "reference")
 
+#: ``group_size`` of ``gdn_backend::fp8_quant`` for one scale a token.
+PER_TOKEN = -1
+
 
 @functools.cache
 def implementation_version() -> str:

@@ -1,9 +1,9 @@
 """Which kernel serves a site, and why not the ones before it.
 
-Each kernel answers ``supports(spec, operands)`` with a reason for its refusal or None. In order of preference: AITER on
-ROCm, where its arithmetic is the graph's (or ``numerics="fast"`` waives that), our Triton kernel on any GPU, and the plain
-PyTorch reference where there is no GPU. On a GPU the reference is taken only when asked for: its dozen small kernels are
-slower than what Inductor makes of the unfused graph, so a site that no GPU kernel takes stays as it is.
+Each kernel answers ``supports(spec, operands)`` with a reason for its refusal, or None. In order of preference: AITER
+on ROCm, where its arithmetic is the graph's (or ``numerics="fast"`` waives that); our Triton kernel on any GPU; the
+plain PyTorch reference where there is no GPU. On a GPU the reference is taken only when asked for: its dozen small
+kernels are slower than what Inductor makes of the unfused graph, so a site that no GPU kernel takes stays as it is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from gdn_backend import environment
+from gdn_backend.ops.call import KERNELS
 from gdn_backend.ops.spec import FusedSpec, dtype_name
 
-#: Kernels by name in order of preference.
-KERNELS = ("aiter", "triton", "reference")
 TITLES = {"aiter": "AITER", "triton": "Triton", "reference": "reference"}
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -33,6 +32,7 @@ class Operands:
     bias: torch.dtype | None = None
     weight_size: int | None = None  # values of the weight; None: as many as share a mean
     bias_size: int | None = None
+    strided: tuple[str, ...] = ()  # "x", "gate": those that are not contiguous in memory
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _check_aiter(spec: FusedSpec, operands: Operands, numerics: str) -> str | No
         return "not a ROCm build of torch"
     if operands.device.type != "cuda":
         return f"the tensors are on {operands.device.type}"
-    status = environment.aiter_status()
+    status = environment.aiter_probe().quant
     if not status.ok:
         return status.reason
     from gdn_backend.kernels import aiter
@@ -130,7 +130,7 @@ def _check_reference(spec: FusedSpec, operands: Operands, numerics: str) -> str 
 
 
 def _machine_check_aiter() -> str | None:
-    status = environment.aiter_status()
+    status = environment.aiter_probe().quant
     return None if status.ok else status.reason
 
 

@@ -1,7 +1,7 @@
 """Dynamic FP8 quantisation by itself: an op that the matcher recognises by its schema.
 
-``gdn_backend::fp8_quant`` stays one node in the graph that Dynamo captures. Where no gated norm is found in front of it,
-AOTAutograd takes it apart into :func:`~gdn_backend.kernels.reference.quantise`, which Inductor fuses as it likes.
+``gdn_backend::fp8_quant`` stays one node in the graph that Dynamo captures. Where it is not fused with a gated norm in
+front of it, AOTAutograd takes it apart into :func:`~gdn_backend.kernels.reference.quantise`, which Inductor fuses.
 """
 
 from __future__ import annotations
@@ -13,11 +13,8 @@ import torch
 
 from gdn_backend import environment
 from gdn_backend.kernels.reference import quantise
-from gdn_backend.ops.call import decode_quant, encode_quant
-from gdn_backend.ops.spec import QuantSpec, dtype_name
-
-#: ``group_size`` of one scale a token.
-PER_TOKEN = -1
+from gdn_backend.ops.call import PER_TOKEN, decode_quant, encode_quant
+from gdn_backend.ops.spec import DEFAULT_QUANT, QuantSpec, dtype_name
 
 
 @torch.library.triton_op("gdn_backend::fp8_quant", mutates_args=())
@@ -34,7 +31,7 @@ def fp8_quant_op(x: torch.Tensor, group_size: int, spec: str) -> tuple[torch.Ten
 def fp8_quant(
     x: torch.Tensor,
     group_size: int | None = 128,
-    quant: QuantSpec = QuantSpec(),
+    quant: QuantSpec = DEFAULT_QUANT,
     fp8_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each row of ``x`` to FP8, one scale for every ``group_size`` consecutive values.
@@ -43,7 +40,7 @@ def fp8_quant(
         x: ``[..., K]``, bf16, fp16 or fp32, any strides.
         group_size: a divisor of K; None is one scale a row ("per token").
         quant: how magnitudes become scales and values become codes; by default vLLM's and AITER's formula.
-        fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e4m3fnuz``; by default what the device of ``x`` computes in.
+        fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e4m3fnuz``; by default what the device computes in.
 
     Returns:
         codes ``[..., K]`` in ``fp8_dtype``; scales ``[..., K / group_size]`` fp32, in ``quant.scale_layout``.

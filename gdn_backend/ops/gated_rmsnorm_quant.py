@@ -1,33 +1,58 @@
 """The fused op: gated RMSNorm and dynamic FP8 quantisation of its merged rows.
 
-``gdn_backend::gated_rmsnorm_fp8_quant`` is what a compiled graph calls. It is a ``triton_op``: on a GPU Inductor sees the
-Triton kernel in it, on the CPU the plain PyTorch operations, which it fuses. What must not be looked into (AITER, and the
-reference on a GPU, where Inductor would skip roundings) sits in ops of its own that stay opaque.
-:func:`gated_rmsnorm_fp8_quant` is the same for users, with its arguments checked and its kernel chosen.
+``gdn_backend::gated_rmsnorm_fp8_quant`` is what a compiled graph calls. It is a ``triton_op``: Inductor sees the
+Triton kernel in it on a GPU, and plain PyTorch, which it fuses, on the CPU. What it must not look into (AITER's
+launcher, and on a GPU the reference, whose roundings it would skip) is in ops of its own that stay opaque.
+:func:`gated_rmsnorm_fp8_quant` is the same for users: it checks its arguments and chooses the kernel.
+
+Importing this module registers the ops, which imports Triton where it is installed.
 """
 
 from __future__ import annotations
+
+import contextlib
+import operator
+from typing import Any
 
 import torch
 
 from gdn_backend import environment
 from gdn_backend.kernels.reference import reference
 from gdn_backend.ops.call import decode_call, encode_call
-from gdn_backend.ops.dispatch import Operands, Refusal, choose_kernel
-from gdn_backend.ops.spec import Activation, FusedSpec, QuantSpec, dtype_name
+from gdn_backend.ops.dispatch import INPUT_DTYPES, Choice, Operands, choose_kernel
+from gdn_backend.ops.outputs import allocate_outputs
+from gdn_backend.ops.spec import DEFAULT_QUANT, Activation, FusedSpec, QuantSpec, dtype_name
 
 
-def allocate_outputs(x: torch.Tensor, spec: FusedSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output contract that all kernels share: empty codes and scales for the rows of ``x``.
+@torch.library.triton_op("gdn_backend::gated_rmsnorm_fp8_quant", mutates_args=())
+def gated_rmsnorm_fp8_quant_op(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    call: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op in graphs. On the CPU it is the reference, whatever kernel ``call`` names.
 
-    codes: ``[T, hidden_size]``, contiguous. scales: fp32 ``[T, num_groups]``; row-major, or column-major with strides
-    ``(1, T)``.
+    Args:
+        x, gate: any shape and strides whose values in row-major order are T rows of ``spec.hidden_size``.
+        weight, bias: ``[W]`` with W a divisor of ``spec.hidden_size``, or None.
+        eps: a float, symbolic under ``torch.compile(dynamic=True)``.
+        call: the string of :func:`~gdn_backend.ops.call.encode_call`.
+
+    Returns:
+        codes and scales as :func:`~gdn_backend.ops.outputs.allocate_outputs` describes them.
     """
-    rows = x.numel() // spec.hidden_size
-    codes = torch.empty((rows, spec.hidden_size), dtype=spec.torch_fp8_dtype, device=x.device)
-    if spec.quant.scale_layout == "column":
-        return codes, torch.empty((spec.num_groups, rows), dtype=torch.float32, device=x.device).t()
-    return codes, torch.empty((rows, spec.num_groups), dtype=torch.float32, device=x.device)
+    spec, kernel = decode_call(call)
+    if x.device.type == "cpu":
+        return reference(x, gate, weight, bias, eps, spec)
+    if kernel == "triton":
+        return _launch_triton(x, gate, weight, bias, eps, spec)
+    opaque = torch.ops.gdn_backend
+    if kernel == "aiter":
+        return opaque.aiter_gated_rmsnorm_fp8_quant(x, gate, weight, bias, eps, call)
+    return opaque.reference_gated_rmsnorm_fp8_quant(x, gate, weight, bias, eps, call)
 
 
 def _launch_triton(
@@ -41,13 +66,34 @@ def _launch_triton(
     from gdn_backend.kernels.gated_rmsnorm_quant import launch
 
     codes, scales = allocate_outputs(x, spec)
-    if codes.numel():
+    with _device_of(x):
         launch(x, gate, weight, bias, eps, spec, codes, scales)
     return codes, scales
 
 
-@torch.library.triton_op("gdn_backend::gated_rmsnorm_fp8_quant", mutates_args=())
-def gated_rmsnorm_fp8_quant_op(
+def _device_of(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Makes the GPU of ``x`` current, which is where Triton launches. Without a GPU (fake tensors) it does nothing."""
+    return torch.cuda.device(x.device) if torch.cuda.is_available() else contextlib.nullcontext()
+
+
+@torch.library.custom_op("gdn_backend::aiter_gated_rmsnorm_fp8_quant", mutates_args=())
+def aiter_op(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    call: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The fused op by AITER's kernel, which launches itself: nothing that Inductor could look into."""
+    from gdn_backend.kernels import aiter
+
+    with _device_of(x):
+        return aiter.launch(x, gate, weight, bias, eps, decode_call(call)[0])
+
+
+@torch.library.custom_op("gdn_backend::reference_gated_rmsnorm_fp8_quant", mutates_args=())
+def reference_op(
     x: torch.Tensor,
     gate: torch.Tensor,
     weight: torch.Tensor | None,
@@ -55,30 +101,15 @@ def gated_rmsnorm_fp8_quant_op(
     eps: float,
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The graph op. ``call`` is :func:`~gdn_backend.ops.call.encode_call`'s string; shapes as in ``reference``."""
-    spec, kernel = decode_call(call)
-    if x.device.type == "cpu":
-        return reference(x, gate, weight, bias, eps, spec)
-    if kernel == "triton":
-        return _launch_triton(x, gate, weight, bias, eps, spec)
-    return torch.ops.gdn_backend.gated_rmsnorm_fp8_quant_eager(x, gate, weight, bias, eps, call)
-
-
-@torch.library.custom_op("gdn_backend::gated_rmsnorm_fp8_quant_eager", mutates_args=())
-def _eager_op(
-    x: torch.Tensor,
-    gate: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    call: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference, one eager operation after the other: for a GPU, where Inductor would skip its roundings."""
+    """The fused op by the reference, operation by operation, for a GPU: exact, because Inductor does not fuse it."""
     return reference(x, gate, weight, bias, eps, decode_call(call)[0])
 
 
-@_eager_op.register_fake
-def _(x, gate, weight, bias, eps, call):  # type: ignore[no-untyped-def]
+@aiter_op.register_fake
+@reference_op.register_fake
+def _fake(
+    x: torch.Tensor, gate: torch.Tensor, weight: Any, bias: Any, eps: float, call: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     return allocate_outputs(x, decode_call(call)[0])
 
 
@@ -95,37 +126,93 @@ def gated_rmsnorm_fp8_quant(
     weight_offset: float = 0.0,
     bias: torch.Tensor | None = None,
     roundings: tuple[str, ...] = (),
-    quant: QuantSpec = QuantSpec(),
+    quant: QuantSpec = DEFAULT_QUANT,
     fp8_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gated RMSNorm and dynamic FP8 quantisation in one kernel."""
-    hidden_size = x.shape[-1] * x.shape[-2]
-    fp8_dtype = fp8_dtype or environment.default_fp8_dtype(x.device)
-    spec = FusedSpec(
-        hidden_size=hidden_size,
-        head_dim=x.shape[-1],
-        norm_size=norm_size or x.shape[-1],
-        group_size=group_size or hidden_size,
-        granularity="token" if group_size is None else "group",
-        activation=activation,
-        norm_before_gate=norm_before_gate,
-        weight_offset=weight_offset,
-        roundings=tuple(roundings),
-        quant=quant,
-        fp8_dtype=dtype_name(fp8_dtype),
+    """Gated RMSNorm and dynamic FP8 quantisation of its merged heads, in one kernel.
+
+    What it computes is written down in :mod:`gdn_backend.ops.spec`; :func:`~gdn_backend.rms_norm_gated` is the norm by
+    itself and describes the arguments that both have. The kernel is the fastest that repeats the formula exactly here:
+    Triton's on a GPU (AITER's where it is exact), the PyTorch reference elsewhere and for what Triton's does not take.
+
+    Args:
+        x: ``[..., H, D]``, bf16, fp16 or fp32. Any strides; a last one of 1 is read in place.
+        gate: like ``x``, in a dtype of its own.
+        weight: ``[W]`` in its own dtype, W a divisor of H·D (usually D), or None.
+        eps: added to the mean square.
+        norm_size: values that share a mean, a divisor of H·D; D if None.
+        group_size: values that share a scale, a divisor of H·D; None is one scale a token.
+        bias: ``[W]`` like ``weight``, or None.
+        quant: how magnitudes become scales and values become codes; by default vLLM's and AITER's formula.
+        fp8_dtype: ``torch.float8_e4m3fn`` or ``torch.float8_e4m3fnuz``; by default what the device computes in.
+
+    Returns:
+        codes ``[..., H·D]`` in ``fp8_dtype``, contiguous; scales ``[..., H·D / group_size]``, fp32. With
+        ``quant.scale_layout="column"`` the scales are column-major over the merged leading dimensions.
+
+    Raises:
+        ValueError: shapes, devices, sizes or names that do not fit together.
+        TypeError: a dtype other than those named.
+        RuntimeError: an input requires a gradient while gradients are enabled.
+    """
+    tensors = {"x": x, "gate": gate, "weight": weight, "bias": bias}
+    _check_tensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    # torch.compile(dynamic=True) makes every size symbolic; the row's are not to be.
+    num_heads, head_dim = operator.index(x.shape[-2]), operator.index(x.shape[-1])
+    hidden_size = num_heads * head_dim
+    call = _encode(
+        x.device,
+        tuple(None if tensor is None else tensor.dtype for tensor in tensors.values()),
+        tuple(None if tensor is None else operator.index(tensor.shape[0]) for tensor in (weight, bias)),
+        {
+            "hidden_size": hidden_size,
+            "head_dim": head_dim,
+            "norm_size": norm_size or head_dim,
+            "group_size": hidden_size if group_size is None else group_size,
+            "granularity": "token" if group_size is None else "group",
+            "activation": activation,
+            "norm_before_gate": norm_before_gate,
+            "weight_offset": float(weight_offset),
+            "roundings": tuple(roundings),
+        },
+        quant.arguments(),
+        fp8_dtype,
     )
-    operands = Operands(
-        device=x.device,
-        x=x.dtype,
-        gate=gate.dtype,
-        weight=None if weight is None else weight.dtype,
-        bias=None if bias is None else bias.dtype,
-    )
-    choice = choose_kernel(spec, operands)
-    if isinstance(choice, Refusal):
-        raise NotImplementedError(choice.reason)
-    codes, scales = torch.ops.gdn_backend.gated_rmsnorm_fp8_quant(
-        x, gate, weight, bias, eps, encode_call(spec, choice.kernel)
-    )
-    rows = x.shape[:-2]
-    return codes.reshape(*rows, hidden_size), scales.reshape(*rows, spec.num_groups)
+    codes, scales = torch.ops.gdn_backend.gated_rmsnorm_fp8_quant(x, gate, weight, bias, eps, call)
+    leading = x.shape[:-2]
+    return codes.reshape(*leading, hidden_size), scales.reshape(*leading, scales.shape[-1])
+
+
+def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
+    """TypeError, ValueError or RuntimeError for tensors that no kernel takes."""
+    x, gate = tensors["x"], tensors["gate"]
+    if x.dim() < 2 or x.shape != gate.shape:
+        raise ValueError(f"x and gate have to be [..., H, D] of one shape: got {tuple(x.shape)}, {tuple(gate.shape)}")
+    for name, tensor in tensors.items():
+        if tensor.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name} is {dtype_name(tensor.dtype)}: expected bfloat16, float16 or float32")
+        if tensor.device != x.device:
+            raise ValueError(f"{name} is on {tensor.device}, x on {x.device}")
+        if tensor is not x and tensor is not gate and tensor.dim() != 1:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected one dimension")
+        if torch.is_grad_enabled() and tensor.requires_grad:
+            raise RuntimeError(f"the fused op has no gradient, but {name} requires one: call it under torch.no_grad()")
+
+
+@torch.compiler.assume_constant_result  # Dynamo calls it while it traces; the trace guards on all its arguments
+def _encode(
+    device: torch.device,
+    dtypes: tuple[Any, ...],
+    parameter_sizes: tuple[int | None, ...],
+    fields: dict[str, Any],
+    quant: tuple[Any, ...],
+    fp8_dtype: torch.dtype | None,
+) -> str:
+    """The ``call`` string for plain values: the spec is made, and the kernel chosen, outside of any trace."""
+    fp8_dtype = fp8_dtype or environment.default_fp8_dtype(device)
+    spec = FusedSpec(quant=QuantSpec(*quant), fp8_dtype=dtype_name(fp8_dtype), **fields)
+    for name, size in zip(("weight", "bias"), parameter_sizes, strict=True):
+        if size is not None and (size == 0 or spec.hidden_size % size):
+            raise ValueError(f"{name} of {size} values does not repeat along a row of {spec.hidden_size}")
+    choice = choose_kernel(spec, Operands(device, *dtypes, *parameter_sizes))
+    return encode_call(spec, choice.kernel if isinstance(choice, Choice) else "reference")

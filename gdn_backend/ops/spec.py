@@ -114,6 +114,9 @@ class QuantSpec:
         return "ue8m0" if any(step[0] in UE8M0_STEPS for step in steps) else "fp32"
 
 
+DEFAULT_QUANT = QuantSpec()
+
+
 @dataclass(frozen=True)
 class FusedSpec:
     """Everything about a fused gated RMSNorm + FP8 quantisation but its tensors and eps.
@@ -131,7 +134,7 @@ class FusedSpec:
     norm_before_gate: bool = True
     weight_offset: float = 0.0
     roundings: tuple[str, ...] = ()
-    quant: QuantSpec = QuantSpec()
+    quant: QuantSpec = DEFAULT_QUANT
     fp8_dtype: str = "float8_e4m3fn"
 
     def __post_init__(self) -> None:
@@ -175,8 +178,9 @@ def check_roundings(roundings: tuple[str, ...]) -> None:
     points = [entry.partition(":")[0] for entry in roundings]
     for entry, point in zip(roundings, points, strict=True):
         if point not in ROUNDING_POINTS or points.count(point) > 1:
+            points_text = ", ".join(ROUNDING_POINTS)
             raise ValueError(
-                f"rounding {entry!r}: expected 'point:dtype' with each point of {', '.join(ROUNDING_POINTS)} at most once"
+                f"rounding {entry!r}: expected 'point:dtype' with each point of {points_text} at most once"
             )
         dtype_from_name(entry.partition(":")[2])
 

@@ -8,8 +8,7 @@ from gdn_backend.fusion.match import Candidate, Quantisation
 from gdn_backend.fusion.walk import peel_exact
 from gdn_backend.graph.canonical import GraphView, qualified_op_name
 from gdn_backend.graph.shapes import shape_of, static_int, tensor_of
-from gdn_backend.ops.call import decode_quant
-from gdn_backend.ops.fp8_quant import PER_TOKEN
+from gdn_backend.ops.call import PER_TOKEN, decode_quant
 from gdn_backend.ops.spec import dtype_name
 
 SINK = "gdn_backend::fp8_quant"
