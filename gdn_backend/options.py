@@ -6,7 +6,6 @@ where the option is not given. Every other key belongs to Inductor and is checke
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -120,8 +119,9 @@ def variable_name(name: str) -> str:
 
 
 def describe(settings: Settings) -> dict[str, Any]:
-    """The own settings by their option keys, for people."""
-    return {PREFIX + field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)[:-1]}
+    """The own settings by their option keys, as JSON-ready values."""
+    values = {name: getattr(settings, name) for name in _OPTIONS}
+    return {PREFIX + name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _split(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
