@@ -1,0 +1,82 @@
+"""The linear layer behind an FP8 quantisation: codes and scales times a block-scaled FP8 weight.
+
+Plain PyTorch that dequantises and multiplies, on any device and transparent to Inductor; GPUs with FP8 matrix units
+run the Triton kernel of :mod:`gdn_backend.kernels.block_gemm` instead.
+"""
+
+from __future__ import annotations
+
+import torch
+
+#: Rows and columns of a weight block, and values that share one activation scale.
+BLOCK_SIZE = 128
+
+
+def block_scaled_linear(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """``(codes · scales) @ (weight · weight_scales)ᵀ``, accumulated in fp32.
+
+    Args:
+        codes: FP8 activations ``[..., K]``.
+        scales: fp32, ``[..., K / 128]`` (one for every 128 values of a row) or ``[..., 1]`` (one a row).
+        weight: FP8 ``[N, K]``; N and K are multiples of 128.
+        weight_scales: fp32 ``[N / 128, K / 128]``, one for each 128x128 block.
+        out_dtype: dtype of the result.
+
+    Returns:
+        ``[..., N]`` in ``out_dtype``.
+
+    Raises:
+        ValueError: when the shapes do not fit together.
+    """
+    check_shapes(codes, scales, weight, weight_scales)
+    return torch.ops.gdn_backend.block_scaled_linear(codes, scales, weight, weight_scales, out_dtype)
+
+
+# An op rather than a function: in the graph that Dynamo captures the codes must be read by a matmul. Widened in the open
+# they would look like simulated quantisation. AOTAutograd takes the op apart, so Inductor sees what is inside.
+@torch.library.triton_op("gdn_backend::block_scaled_linear", mutates_args=())
+def block_scaled_linear_op(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scales: torch.Tensor,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The graph op behind :func:`block_scaled_linear`; its arguments are checked there."""
+    activations = dequantise_rows(codes, scales)
+    return torch.nn.functional.linear(activations, dequantise_blocks(weight, weight_scales)).to(out_dtype)
+
+
+def dequantise_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """``[..., K]`` codes times their ``[..., K / 128]`` or ``[..., 1]`` scales, in fp32."""
+    pieces = codes.float().unflatten(-1, (scales.shape[-1], codes.shape[-1] // scales.shape[-1]))
+    return (pieces * scales.unsqueeze(-1)).flatten(-2)
+
+
+def dequantise_blocks(weight: torch.Tensor, weight_scales: torch.Tensor) -> torch.Tensor:
+    """``[N, K]`` codes times the scale of their 128x128 block (``[N / 128, K / 128]``), in fp32."""
+    block_rows, block_columns = weight_scales.shape
+    blocks = weight.float().view(block_rows, BLOCK_SIZE, block_columns, BLOCK_SIZE)
+    return (blocks * weight_scales[:, None, :, None]).view(weight.shape)
+
+
+def check_shapes(codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor) -> None:
+    """ValueError unless the four shapes are those that :func:`block_scaled_linear` documents."""
+    out_features, in_features = weight.shape
+    if out_features % BLOCK_SIZE or in_features % BLOCK_SIZE:
+        raise ValueError(f"weight is {out_features}x{in_features}: both sizes must be multiples of {BLOCK_SIZE}")
+    num_blocks = in_features // BLOCK_SIZE
+    if tuple(weight_scales.shape) != (out_features // BLOCK_SIZE, num_blocks):
+        raise ValueError(
+            f"weight_scales is {tuple(weight_scales.shape)}: expected {(out_features // BLOCK_SIZE, num_blocks)}"
+        )
+    if codes.shape[-1] != in_features:
+        raise ValueError(f"codes have {codes.shape[-1]} values a row: the weight expects {in_features}")
+    if scales.shape[-1] not in (1, num_blocks):
+        raise ValueError(f"scales have {scales.shape[-1]} values a row: expected 1 or {num_blocks}")
