@@ -31,11 +31,8 @@ def quantise_decomposed(x: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.
     Returns:
         codes ``[..., K]`` and fp32 scales ``[..., K / 128]``: ``max(amax / fp8_max, 1 / (512 · fp8_max))``.
     """
-    fp8_max = torch.finfo(fp8_dtype).max
     groups = x.view(*x.shape[:-1], x.shape[-1] // BLOCK_SIZE, BLOCK_SIZE)
-    amax = groups.abs().amax(dim=-1, keepdim=True).float()
-    scales = (amax / fp8_max).clamp(min=1.0 / (fp8_max * 512.0))
-    codes = (groups.float() / scales).clamp(-fp8_max, fp8_max).to(fp8_dtype)
+    codes, scales = quantise_per_token(groups, fp8_dtype)
     return codes.view(x.shape), scales.squeeze(-1)
 
 
@@ -47,7 +44,8 @@ def quantise_with_op(x: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Ten
 def quantise_per_token(x: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each row ``[K]`` of ``x [..., K]`` with one scale; scales are fp32 ``[..., 1]``."""
     fp8_max = torch.finfo(fp8_dtype).max
-    scales = (x.abs().amax(dim=-1, keepdim=True).float() / fp8_max).clamp(min=1.0 / (fp8_max * 512.0))
+    amax = x.abs().amax(dim=-1, keepdim=True).float()
+    scales = (amax / fp8_max).clamp(min=1.0 / (fp8_max * 512.0))
     return (x.float() / scales).clamp(-fp8_max, fp8_max).to(fp8_dtype), scales
 
 
@@ -56,6 +54,26 @@ QUANTISATIONS: dict[str, Callable[[torch.Tensor, torch.dtype], tuple[torch.Tenso
     "op": quantise_with_op,
     "token": quantise_per_token,
 }
+
+
+class ActivationQuantiser(nn.Module):
+    """``x [..., K]`` -> FP8 codes ``[..., K]`` and fp32 scales: the first half of a block-FP8 linear layer.
+
+    A module of its own, so that a hook on it sees the codes and scales of a running model.
+    """
+
+    def __init__(self, quantisation: str = "decomposed", fp8_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if quantisation not in QUANTISATIONS:
+            raise ValueError(f"quantisation={quantisation!r}: expected one of {', '.join(QUANTISATIONS)}")
+        self.quantisation = quantisation
+        self.fp8_dtype = fp8_dtype or default_fp8_dtype()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return QUANTISATIONS[self.quantisation](x, self.fp8_dtype)
+
+    def extra_repr(self) -> str:
+        return f"quantisation={self.quantisation!r}, fp8_dtype={self.fp8_dtype}"
 
 
 def quantise_weight(weight: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +96,9 @@ class BlockFP8Linear(nn.Module):
         fp8_dtype: dtype of the codes; the device's own by default.
     """
 
+    weight: torch.Tensor
+    weight_scale_inv: torch.Tensor
+
     def __init__(
         self,
         in_features: int,
@@ -94,11 +115,10 @@ class BlockFP8Linear(nn.Module):
                 f"a block-FP8 layer needs multiples of {BLOCK_SIZE}, got in_features={in_features}, "
                 f"out_features={out_features}"
             )
-        if quantisation not in QUANTISATIONS:
-            raise ValueError(f"quantisation={quantisation!r}: expected one of {', '.join(QUANTISATIONS)}")
-        self.in_features, self.out_features, self.quantisation = in_features, out_features, quantisation
-        self.fp8_dtype = fp8_dtype or default_fp8_dtype(torch.device(device or "cpu"))
-        codes = torch.zeros(out_features, in_features, dtype=self.fp8_dtype, device=device)
+        self.in_features, self.out_features = in_features, out_features
+        fp8_dtype = fp8_dtype or default_fp8_dtype(torch.device(device or "cpu"))
+        self.quantiser = ActivationQuantiser(quantisation, fp8_dtype)
+        codes = torch.zeros(out_features, in_features, dtype=fp8_dtype, device=device)
         scales = torch.ones(out_features // BLOCK_SIZE, in_features // BLOCK_SIZE, device=device)
         # FP8 tensors take no gradient, and a buffer says that no optimiser touches them.
         self.register_buffer("weight", codes)
@@ -117,28 +137,17 @@ class BlockFP8Linear(nn.Module):
             fp8_dtype=fp8_dtype,
             device=linear.weight.device,
         )
-        layer.weight, layer.weight_scale_inv = quantise_weight(linear.weight.detach(), layer.fp8_dtype)
+        layer.weight, layer.weight_scale_inv = quantise_weight(linear.weight.detach(), layer.weight.dtype)
         layer.bias = linear.bias
         return layer
 
-    def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Activations ``[..., in_features]`` -> codes of that shape and fp32 scales ``[..., groups]``."""
-        return QUANTISATIONS[self.quantisation](x, self.fp8_dtype)
-
-    def multiply(self, codes: torch.Tensor, scales: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """Quantised activations times the weight, plus the bias: ``[..., out_features]`` in ``out_dtype``."""
-        output = block_scaled_linear(codes, scales, self.weight, self.weight_scale_inv, out_dtype)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        codes, scales = self.quantiser(x)
+        output = block_scaled_linear(codes, scales, self.weight, self.weight_scale_inv, x.dtype)
         return output if self.bias is None else output + self.bias
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        codes, scales = self.quantise(x)
-        return self.multiply(codes, scales, x.dtype)
-
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"quantisation={self.quantisation!r}, fp8_dtype={self.fp8_dtype}"
-        )
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def quantise_linears(

@@ -65,7 +65,7 @@ def build_qwen3_next(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.bfloat16,
     quantisation: str | None = "decomposed",
-) -> nn.Module:
+) -> Any:
     """A ``Qwen3NextForCausalLM`` in eval mode with random weights.
 
     Args:
@@ -92,11 +92,17 @@ def build_qwen3_next(
     return model
 
 
-def new_cache(model: nn.Module) -> Any:
-    """An empty cache for keys, values, convolution and recurrent states of ``model``."""
-    from transformers import DynamicCache
+def new_cache(model: Any, max_tokens: int | None = None) -> Any:
+    """An empty cache for keys, values, convolution and recurrent states of ``model``.
 
-    return DynamicCache(config=model.config)
+    With ``max_tokens`` its tensors have one size from the start, so that all decode steps run the same graph; without,
+    keys and values grow, and a compiled model meets a second decode graph at its second step.
+    """
+    from transformers import DynamicCache, StaticCache
+
+    if max_tokens is None:
+        return DynamicCache(config=model.config)
+    return StaticCache(config=model.config, max_cache_len=max_tokens)
 
 
 def cache_argument(model: nn.Module) -> str:
