@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _FRAME = re.compile(r'File "(?P<path>[^"]+)", line (?P<line>\d+)')
 _MODULE_ROOT = re.compile(r"^[LG]\['[^']*'\]\.?")
+_SUBMODULE = re.compile(r"__dict__\['_modules'\]\['([^']*)'\]")  # how Dynamo spells some attribute accesses
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -74,7 +75,7 @@ def module_path(*nodes: Node | None) -> str:
     for stack in (node.meta.get("nn_module_stack") for node in nodes if node is not None):
         if stack:
             path, module_class = list(stack.values())[-1]
-            return _MODULE_ROOT.sub("", path) or getattr(module_class, "__name__", str(module_class))
+            return _SUBMODULE.sub(r"\1", _MODULE_ROOT.sub("", path)) or getattr(module_class, "__name__", str(module_class))
     return ""
 
 
