@@ -1,0 +1,468 @@
+"""The Triton kernel of the fused op; ``gated_rmsnorm_quant.py`` launches it.
+
+**Tiles.** The row of a token is cut into *units*, the shortest stretches that hold whole norms and whole groups
+(``lcm(norm_size, group_size)`` values), and a unit into *pieces* of a power of two that divides norm, group, weight and
+the contiguous runs of x and gate. A program takes a tile ``[ROWS, CHUNKS, WIDTH]``: ROWS pieces of ``CHUNKS * WIDTH``
+values, where a thread holds all chunks of its columns, so that most of a reduction needs no other thread. Sums and
+maxima of pieces are then combined to those of norms and groups (:func:`_over_neighbours`).
+
+**Bytes.** Everything is eager's, in eager's order: fp32 between roundings, libdevice's exp, IEEE divisions, NaN passed
+on by maxima and clamps. A product that is added to something is written as ``fma(a, b, -0.0)``, with the -0.0 made at
+run time, which keeps compilers from contracting the two (``enable_fp_fusion`` cannot be set through ``wrap_triton``).
+The sum of squares runs in the order of PyTorch's own reduction kernel for norms of 128.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-redef"
+# ruff: noqa: RET505, SIM108  (Triton compiles only the branch taken where the two are constexpr, and an if / else shows it)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+# The interpreter cannot call libdevice.
+USE_LIBDEVICE = tl.constexpr(not triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def _rounded(value, DTYPE: tl.constexpr, PTX: tl.constexpr):
+    """``value`` rounded to a dtype and back to fp32; an empty name leaves it.
+
+    On NVIDIA two values at a time: the conversion of a single one runs at a quarter of the rate.
+    """
+    if DTYPE == "bfloat16" and PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 pair;
+            cvt.rn.bf16x2.f32 pair, $3, $2;
+            shl.b32 $0, pair, 16;
+            and.b32 $1, pair, 0xffff0000;
+            }""",
+            "=r,=r,r,r",
+            [value],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    elif DTYPE == "bfloat16":
+        return value.to(tl.bfloat16).to(tl.float32)
+    elif DTYPE == "float16":
+        return value.to(tl.float16).to(tl.float32)
+    else:
+        return value
+
+
+@triton.jit
+def _rounded_times_bfloat16(value, weight):
+    """fp32 rounded to bf16, times a bf16 weight, rounded to bf16; in fp32. The product of two bf16 is exact in fp32."""
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 pair;
+        cvt.rn.bf16x2.f32 pair, $3, $2;
+        mul.rn.bf16x2 pair, pair, $4;
+        shl.b32 $0, pair, 16;
+        and.b32 $1, pair, 0xffff0000;
+        }""",
+        "=r,=r,r,r,r",
+        [value, weight],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _widened(value, PTX: tl.constexpr):
+    """A loaded tile in fp32; bf16 two at a time on NVIDIA, where that saves an instruction."""
+    if PTX and value.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=r,=r,r",
+            [value],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return value.to(tl.float32)
+
+
+@triton.jit
+def _load(pointer, mask, MASKED: tl.constexpr, PADDED: tl.constexpr):
+    """A tile; the padding of units is zero, which is neutral in their sums and maxima."""
+    if PADDED:
+        return tl.load(pointer, mask=mask, other=0.0)
+    elif MASKED:
+        return tl.load(pointer, mask=mask)
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def _exp(value):
+    if USE_LIBDEVICE:
+        return libdevice.exp(value)
+    else:
+        return tl.exp(value)
+
+
+@triton.jit
+def _log2(value):
+    if USE_LIBDEVICE:
+        return libdevice.log2(value)
+    else:
+        return tl.log2(value)
+
+
+@triton.jit
+def _exp2(value):
+    if USE_LIBDEVICE:
+        return libdevice.exp2(value)
+    else:
+        return tl.exp2(value)
+
+
+@triton.jit
+def _one_plus_exp(value):
+    """1 + exp(value) for fp32, by PTX: CUDA's expf, instruction by instruction, its last product and the sum in one fma.
+
+    That product is exact (by a power of two) where the sum can tell, so the fma changes nothing.
+    """
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .f32 t, j, u;
+        .reg .b32 power;
+        fma.rn.ftz.sat.f32 t, $1, 0f3BBB989D, 0f3F000000;
+        fma.rm.ftz.f32 j, t, 0f437C0000, 0f4B400001;
+        add.rn.f32 t, j, 0fCB40007F;
+        neg.f32 t, t;
+        fma.rn.f32 u, $1, 0f3FB8AA3B, t;
+        fma.rn.f32 u, $1, 0f32A57060, u;
+        ex2.approx.ftz.f32 u, u;
+        mov.b32 power, j;
+        shl.b32 power, power, 23;
+        mov.b32 j, power;
+        fma.rn.f32 $0, u, j, 0f3F800000;
+        }""",
+        "=f,f",
+        [value],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _activated(gate, ACTIVATION: tl.constexpr, DIVISION: tl.constexpr):
+    """silu or sigmoid as eager computes them, one IEEE division by 1 + exp(-gate).
+
+    ``DIVISION`` "approximate" (NVIDIA, gates of 16 bits) builds the division from the hardware's reciprocal and one
+    remainder step (Markstein). The remainder is taken negative so that a zero keeps its sign, and held below a bound
+    that only NaN passes: there the estimate is right already (x / inf, inf / 1). Every bf16 and fp16 gate gives the
+    division's own bytes, by test, except that magnitudes below 2^-118 (gates below -87) come out as zeros.
+    """
+    if DIVISION == "approximate":
+        denominator = _one_plus_exp(gate * -1.0)
+        reciprocal = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
+        )
+        if ACTIVATION == "silu":
+            numerator = gate
+        else:
+            numerator = tl.full(gate.shape, 1.0, tl.float32)
+        estimate = numerator * reciprocal
+        remainder = tl.minimum(tl.fma(estimate, denominator, numerator * -1.0), 1e37)
+        return tl.fma(remainder, reciprocal * -1.0, estimate)
+    elif ACTIVATION == "silu":
+        return tl.div_rn(gate, 1.0 + _exp(gate * -1.0))
+    else:
+        return tl.div_rn(tl.full(gate.shape, 1.0, tl.float32), 1.0 + _exp(gate * -1.0))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _sum(a, b):
+    return a + b
+
+
+@triton.jit
+def _row_sums(values):
+    """Sums over the columns of ``[ROWS, CHUNKS, WIDTH]``, ``[ROWS]``.
+
+    The order is that of PyTorch's reduction over 128 contiguous fp32 values: four neighbours one after the other, then
+    the 32 results halved five times, each with the one half the width away.
+    """
+    ROWS: tl.constexpr = values.shape[0]
+    CHUNKS: tl.constexpr = values.shape[1]
+    WIDTH: tl.constexpr = values.shape[2]
+    quads = tl.reduce(tl.reshape(values, [ROWS, CHUNKS, WIDTH // 4, 4]), 3, _sum)
+    if CHUNKS == 4:
+        halves = tl.reduce(tl.reshape(quads, [ROWS, 2, 2, WIDTH // 4]), 1, _sum)
+        columns = tl.reduce(halves, 1, _sum)
+    else:
+        columns = tl.reduce(quads, 1, _sum)
+    pairs = tl.reduce(tl.reshape(columns, [ROWS, WIDTH // 8, 2]), 1, _sum)
+    return tl.reduce(pairs, 1, _sum)
+
+
+@triton.jit
+def _row_maxima(values):
+    """Largest magnitudes of the rows of ``[ROWS, CHUNKS, WIDTH]``, ``[ROWS]``; NaN wins."""
+    return tl.reduce(tl.reduce(tl.abs(values), 1, _larger), 1, _larger)
+
+
+@triton.jit
+def _over_neighbours(values, PIECES: tl.constexpr, PER_GROUP: tl.constexpr, IS_SUM: tl.constexpr):
+    """For each piece, the sum or the maximum over the PER_GROUP consecutive pieces of its unit that it belongs with.
+
+    ``values`` is ``[units * PIECES]``, as is the result.
+    """
+    if PER_GROUP == 1:
+        return values
+    elif PIECES % PER_GROUP == 0 and (PER_GROUP & (PER_GROUP - 1)) == 0:
+        GROUPS: tl.constexpr = values.shape[0] // PER_GROUP
+        grouped = tl.reshape(values, [GROUPS, PER_GROUP])
+        if IS_SUM:
+            combined = tl.reduce(grouped, 1, _sum)
+        else:
+            combined = tl.reduce(grouped, 1, _larger)
+        return tl.reshape(tl.broadcast_to(combined[:, None], [GROUPS, PER_GROUP]), [GROUPS * PER_GROUP])
+    else:
+        UNITS: tl.constexpr = values.shape[0] // PIECES
+        here = tl.arange(0, PIECES)[None, :, None] // PER_GROUP
+        there = tl.arange(0, PIECES)[None, None, :] // PER_GROUP
+        # Zero is neutral for both: sums are of squares, maxima of magnitudes.
+        apart = tl.where(here == there, tl.reshape(values, [UNITS, 1, PIECES]), 0.0)
+        if IS_SUM:
+            combined = tl.reduce(apart, 2, _sum)
+        else:
+            combined = tl.reduce(apart, 2, _larger)
+        return tl.reshape(combined, [UNITS * PIECES])
+
+
+@triton.jit
+def _scale_step(value, negative_zero, STEP: tl.constexpr, OPERAND: tl.constexpr):
+    """One step of ``QuantSpec.scale_steps`` or ``factor_steps``."""
+    if STEP == "max":
+        return tl.maximum(value, OPERAND, propagate_nan=tl.PropagateNan.ALL)
+    elif STEP == "min":
+        return tl.minimum(value, OPERAND, propagate_nan=tl.PropagateNan.ALL)
+    elif STEP == "add":
+        return value + OPERAND
+    elif STEP == "mul":
+        return tl.fma(value, OPERAND, negative_zero)
+    elif STEP == "reciprocal":
+        return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
+    elif STEP == "round":
+        return _rounded(value, OPERAND, False)
+    elif STEP == "exp2_ceil_log2":
+        return _exp2(tl.ceil(_log2(value)))
+    elif STEP == "ceil_pow2_bits":
+        bits = value.to(tl.int32, bitcast=True)
+        exponent = ((bits >> 23) & 0xFF) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        return (tl.minimum(tl.maximum(exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
+    else:
+        tl.static_assert(STEP == "")
+        return value
+
+
+@triton.jit
+def _codes(y, factor, DIVISION: tl.constexpr, QUOTIENT: tl.constexpr, CLAMP: tl.constexpr, OVERFLOW: tl.constexpr):
+    """The values that are cast to FP8, ``[ROWS, CHUNKS, WIDTH]``; ``factor`` is ``[ROWS]``."""
+    if DIVISION == "two parts":
+        # 1 / factor to twice the precision, the second part not negative so that zeros keep their sign. With it
+        # y / factor is correctly rounded but where it is within 2^-46 of the middle between two fp32 numbers.
+        first = tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)
+        too_large = tl.fma(first, factor, -1.0) > 0.0
+        first = (first.to(tl.int32, bitcast=True) - too_large.to(tl.int32)).to(tl.float32, bitcast=True)
+        second = tl.maximum(tl.fma(first, factor * -1.0, 1.0) * first, 0.0)  # NaN, of an infinite factor, becomes 0
+        scaled = tl.fma(y, first[:, None, None], y * second[:, None, None])
+    elif DIVISION == "power of two":
+        scaled = y * tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)[:, None, None]
+    elif DIVISION == "ieee":
+        scaled = tl.div_rn(y, tl.broadcast_to(factor[:, None, None], y.shape))
+    else:
+        scaled = y * factor[:, None, None]
+    scaled = _rounded(scaled, QUOTIENT, False)
+    if CLAMP > 0.0:
+        scaled = tl.maximum(scaled, -CLAMP, propagate_nan=tl.PropagateNan.ALL)
+        scaled = tl.minimum(scaled, CLAMP, propagate_nan=tl.PropagateNan.ALL)
+    if OVERFLOW > 0.0:
+        scaled = tl.where(tl.abs(scaled) > OVERFLOW, float("nan"), scaled)
+    return scaled
+
+
+@triton.jit
+def _fp8_bytes(value, FNUZ: tl.constexpr):
+    """fp32 to FP8 by bits, as eager casts: nearest even, NaN beyond the maximum, no negative zero in e4m3fnuz."""
+    if FNUZ:
+        BIAS: tl.constexpr = 8
+        BEYOND: tl.constexpr = 0x43780000  # 248
+        NAN: tl.constexpr = 0x80
+    else:
+        BIAS: tl.constexpr = 7
+        BEYOND: tl.constexpr = 0x43E80001  # the next after 464
+        NAN: tl.constexpr = 0x7F
+    raw = value.to(tl.int32, bitcast=True)
+    bits = raw & 0x7FFFFFFF
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - BIAS) << 3)
+    # Added to a power of two whose last bit is the smallest code, a magnitude is rounded to a multiple of it.
+    magnitude = bits.to(tl.float32, bitcast=True)
+    subnormal = (magnitude + 2.0 ** (21 - BIAS)).to(tl.int32, bitcast=True) & 0xF
+    code = tl.where(bits < ((128 - BIAS) << 23), subnormal, normal)
+    if FNUZ:
+        code = tl.where((raw < 0) & (code > 0), code | 0x80, code)
+    else:
+        code = tl.where(raw < 0, code | 0x80, code)
+    return tl.where(bits < BEYOND, code, NAN).to(tl.uint8)
+
+
+# fmt: off
+@triton.jit
+def _piece_offsets(
+    token, column, token_stride, outer_stride, inner_tokens, run_stride,
+    HIDDEN: tl.constexpr, RUN: tl.constexpr, TWO_LEVELS: tl.constexpr,
+):
+    # fmt: on
+    """Element offsets, int64, of the pieces that start at ``column`` of ``token`` (both ``[ROWS]``)."""
+    token = token.to(tl.int64)
+    if TWO_LEVELS:
+        offsets = (token // inner_tokens) * outer_stride + (token % inner_tokens) * token_stride
+    else:
+        offsets = token * token_stride
+    if RUN == HIDDEN:
+        return offsets + column
+    else:
+        return offsets + (column // RUN).to(tl.int64) * run_stride + column % RUN
+
+
+@triton.jit
+def _load_parameter(pointer, column, inside, mask, MASKED: tl.constexpr, WIDTH_OF_PARAMETER: tl.constexpr, PIECE: tl.constexpr):
+    """A weight or bias that repeats along the row, for a tile of pieces at ``column``.
+
+    Loaded in the tile's full shape: a narrower load would get another layout, and everything after it too.
+    """
+    if WIDTH_OF_PARAMETER == PIECE:
+        column = column * 0
+    else:
+        column = column % WIDTH_OF_PARAMETER
+    return _load(pointer + column[:, None, None] + inside, mask, MASKED, False)
+
+
+# fmt: off
+# Token counts are not specialised on: one compiled kernel serves T=1, T=16 and all others.
+@triton.jit(
+    do_not_specialize=["num_units", "scale_token_stride", "scale_group_stride", "x_inner_tokens", "gate_inner_tokens"]
+)
+def gated_rmsnorm_quant_kernel(
+    x_ptr, gate_ptr, weight_ptr, bias_ptr, codes_ptr, scales_ptr, eps, num_units,
+    x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
+    gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
+    scale_token_stride, scale_group_stride,
+    HIDDEN: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr,
+    PIECES: tl.constexpr, NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
+    CHUNKS: tl.constexpr, UNITS: tl.constexpr,
+    X_RUN: tl.constexpr, X_TWO_LEVELS: tl.constexpr, GATE_RUN: tl.constexpr, GATE_TWO_LEVELS: tl.constexpr,
+    WEIGHT_SIZE: tl.constexpr, BIAS_SIZE: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, NORM_FIRST: tl.constexpr,
+    ACTIVATION: tl.constexpr, ACTIVATION_DIVISION: tl.constexpr, PTX: tl.constexpr,
+    ACTIVATION_ROUNDING: tl.constexpr, GATED_ROUNDING: tl.constexpr, NORM_ROUNDING: tl.constexpr,
+    OFFSET_ROUNDING: tl.constexpr, WEIGHT_ROUNDING: tl.constexpr, BIAS_ROUNDING: tl.constexpr,
+    OUTPUT_ROUNDING: tl.constexpr,
+    STEP_0: tl.constexpr, OPERAND_0: tl.constexpr, STEP_1: tl.constexpr, OPERAND_1: tl.constexpr,
+    STEP_2: tl.constexpr, OPERAND_2: tl.constexpr, STEP_3: tl.constexpr, OPERAND_3: tl.constexpr,
+    STEP_4: tl.constexpr, OPERAND_4: tl.constexpr,
+    FACTOR_STEP_0: tl.constexpr, FACTOR_OPERAND_0: tl.constexpr,
+    FACTOR_STEP_1: tl.constexpr, FACTOR_OPERAND_1: tl.constexpr,
+    DIVISION: tl.constexpr, QUOTIENT_ROUNDING: tl.constexpr, CLAMP: tl.constexpr, OVERFLOW: tl.constexpr,
+    CAST: tl.constexpr,
+):
+    """One program: UNITS units of the flattened rows; see the module's text for units, pieces and chunks."""
+    ROWS: tl.constexpr = UNITS * PIECES
+    WIDTH: tl.constexpr = PIECE // CHUNKS
+    UNITS_PER_TOKEN: tl.constexpr = HIDDEN // UNIT
+    negative_zero = tl.cast(eps, tl.float32) * -0.0
+
+    row = tl.arange(0, ROWS)
+    unit = tl.program_id(0) * UNITS + row // PIECES
+    piece = row % PIECES
+    token = unit // UNITS_PER_TOKEN
+    column = (unit % UNITS_PER_TOKEN) * UNIT + piece * PIECE
+    inside = (tl.arange(0, CHUNKS) * WIDTH)[None, :, None] + tl.arange(0, WIDTH)[None, None, :]
+    valid = (unit < num_units) & (piece * PIECE < UNIT)
+    mask = valid[:, None, None]
+
+    x_offsets = _piece_offsets(
+        token, column, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride, HIDDEN, X_RUN, X_TWO_LEVELS
+    )
+    gate_offsets = _piece_offsets(
+        token, column, gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
+        HIDDEN, GATE_RUN, GATE_TWO_LEVELS,
+    )
+    # Programs that never reach beyond a token's last unit have nothing to mask.
+    PADDED: tl.constexpr = UNIT != PIECES * PIECE
+    MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0
+    x = _widened(_load(x_ptr + x_offsets[:, None, None] + inside, mask, MASKED, PADDED), PTX)
+    gate = _widened(_load(gate_ptr + gate_offsets[:, None, None] + inside, mask, MASKED, PADDED), PTX)
+    SQUARES_ARE_EXACT: tl.constexpr = NORM_FIRST and x_ptr.dtype.element_ty != tl.float32
+
+    activated = _rounded(_activated(gate, ACTIVATION, ACTIVATION_DIVISION), ACTIVATION_ROUNDING, PTX)
+    if not NORM_FIRST:
+        x = _rounded(x * activated, GATED_ROUNDING, PTX)
+    # Contracting an exact square with the sum changes nothing, and saves an instruction.
+    squares = x * x if SQUARES_ARE_EXACT else tl.fma(x, x, negative_zero)
+    sums = _over_neighbours(_row_sums(squares), PIECES, NORM_PIECES, True)
+    mean = tl.fma(sums, 1.0 / NORM, negative_zero)
+    y = x * tl.rsqrt(mean + tl.cast(eps, tl.float32))[:, None, None]
+    if (
+        PTX
+        and WEIGHT_SIZE > 0
+        and WEIGHT_OFFSET == 0.0
+        and weight_ptr.dtype.element_ty == tl.bfloat16
+        and NORM_ROUNDING == "bfloat16"
+        and WEIGHT_ROUNDING == "bfloat16"
+    ):
+        y = _rounded_times_bfloat16(y, _load_parameter(weight_ptr, column, inside, mask, MASKED, WEIGHT_SIZE, PIECE))
+    else:
+        y = _rounded(y, NORM_ROUNDING, PTX)
+        if WEIGHT_SIZE > 0:
+            weight = _load_parameter(weight_ptr, column, inside, mask, MASKED, WEIGHT_SIZE, PIECE).to(tl.float32)
+            if WEIGHT_OFFSET != 0.0:
+                weight = _rounded(weight + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
+            y = _rounded(tl.fma(y, weight, negative_zero), WEIGHT_ROUNDING, PTX)
+    if BIAS_SIZE > 0:
+        bias = _load_parameter(bias_ptr, column, inside, mask, MASKED, BIAS_SIZE, PIECE).to(tl.float32)
+        y = _rounded(y + bias, BIAS_ROUNDING, PTX)
+    if NORM_FIRST:
+        y = y * activated
+    y = _rounded(y, OUTPUT_ROUNDING, PTX)
+
+    scale = _over_neighbours(_row_maxima(y), PIECES, GROUP_PIECES, False)
+    scale = _scale_step(scale, negative_zero, STEP_0, OPERAND_0)
+    scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
+    scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
+    scale = _scale_step(scale, negative_zero, STEP_3, OPERAND_3)
+    scale = _scale_step(scale, negative_zero, STEP_4, OPERAND_4)
+    factor = _scale_step(scale, negative_zero, FACTOR_STEP_0, FACTOR_OPERAND_0)
+    factor = _scale_step(factor, negative_zero, FACTOR_STEP_1, FACTOR_OPERAND_1)
+    scaled = _codes(y, factor, DIVISION, QUOTIENT_ROUNDING, CLAMP, OVERFLOW)
+    if CAST == "hardware":
+        codes = scaled.to(codes_ptr.dtype.element_ty)
+    else:
+        codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
+
+    scale_offsets = token.to(tl.int64) * scale_token_stride + (column // GROUP).to(tl.int64) * scale_group_stride
+    code_offsets = (token.to(tl.int64) * HIDDEN + column)[:, None, None] + inside
+    code_offsets = tl.max_contiguous(code_offsets, [1, 1, 8])
+    if MASKED or GROUP != PIECE:
+        tl.store(scales_ptr + scale_offsets, scale, mask=valid & (column % GROUP == 0))
+    else:
+        tl.store(scales_ptr + scale_offsets, scale)
+    if MASKED:
+        tl.store(codes_ptr + code_offsets, codes, mask=mask)
+    else:
+        tl.store(codes_ptr + code_offsets, codes)
