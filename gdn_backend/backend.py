@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 from torch.fx import GraphModule
 
 from gdn_backend.graph.module import GraphCopy, copy_graphs, swap_in
@@ -25,9 +26,7 @@ from gdn_backend.report.build import report_sites
 from gdn_backend.report.model import FusionReport
 
 BACKEND_NAME = "gdn_rocm"
-GRADIENTS_ENABLED = (
-    "called with gradients enabled, so nothing was fused that needs one: wrap the call in torch.no_grad()"
-)
+GRADIENTS_ENABLED = "called with gradients enabled: wrap the call in torch.no_grad()"
 
 
 class NothingFusedError(RuntimeError):
@@ -45,18 +44,21 @@ def gdn_rocm(
     settings = resolve_settings(mode, options)
     check_requested(settings.kernel)
     report, originals = _fuse_in_place(gm, settings, store.new_graph_id())
-    _publish(report, settings)
     if settings.strict and settings.enabled and report.sites and not report.num_fused:
+        _publish(report, settings)
         raise NothingFusedError("; ".join(f"{site.module or site.source}: {site.detail}" for site in report.sites))
     try:
-        return _compile_with_inductor(gm, example_inputs, settings, report)
+        compiled = _compile_with_inductor(gm, example_inputs, settings, report)
+    except (RestartAnalysis, SkipFrame, Unsupported):
+        raise  # Dynamo's own signals: it traces the frame again, or leaves it to eager
     except Exception as error:
         if settings.strict or not originals:
             raise
         swap_in(originals)
         report = _failure(gm, report.graph_id, "Inductor failed on the fused graph", error)
+        compiled = _compile_with_inductor(gm, example_inputs, settings, report)
     _publish(report, settings)
-    return _compile_with_inductor(gm, example_inputs, settings, report)
+    return compiled
 
 
 def _reset() -> None:

@@ -28,7 +28,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fusion
     """Traces ``model(*args, **kwargs)`` and matches each graph; a report for each, in the order they were captured.
 
     Settings come from ``GDN_*`` variables, grad mode from where it is called. The model, its inputs and Dynamo's memory
-    of the model stay as they are; nothing is added to :func:`gdn_backend.reports`. ``model`` may be compiled already, or
+    of the model stay as they are; nothing is added to :func:`gdn_backend.reports`. ``model`` may be compiled already or
     a function: what that reads from its closure and its module is copied, but the functions that it calls read the
     originals. Where the call needs a value that a fake tensor does not have, the trace ends there and the last report's
     notes say so.

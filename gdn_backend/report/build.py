@@ -75,7 +75,8 @@ def module_path(*nodes: Node | None) -> str:
     for stack in (node.meta.get("nn_module_stack") for node in nodes if node is not None):
         if stack:
             path, module_class = list(stack.values())[-1]
-            return _SUBMODULE.sub(r"\1", _MODULE_ROOT.sub("", path)) or getattr(module_class, "__name__", str(module_class))
+            path = _SUBMODULE.sub(r"\1", _MODULE_ROOT.sub("", path))
+            return path or getattr(module_class, "__name__", str(module_class))
     return ""
 
 
