@@ -125,7 +125,7 @@ def _exp2(value):
 
 @triton.jit
 def _one_plus_exp(value):
-    """1 + exp(value) for fp32, by PTX: CUDA's expf, instruction by instruction, its last product and the sum in one fma.
+    """1 + exp(value), fp32, by PTX: CUDA's expf, instruction by instruction, its last product and the sum in one fma.
 
     That product is exact (by a power of two) where the sum can tell, so the fma changes nothing.
     """
@@ -191,29 +191,41 @@ def _sum(a, b):
 
 
 @triton.jit
-def _row_sums(values):
-    """Sums over the columns of ``[ROWS, CHUNKS, WIDTH]``, ``[ROWS]``.
+def _row_sums(values, ROWS: tl.constexpr):
+    """Sums over the columns and chunks of a tile, ``[ROWS]``.
 
     The order is that of PyTorch's reduction over 128 contiguous fp32 values: four neighbours one after the other, then
     the 32 results halved five times, each with the one half the width away.
     """
-    ROWS: tl.constexpr = values.shape[0]
-    CHUNKS: tl.constexpr = values.shape[1]
-    WIDTH: tl.constexpr = values.shape[2]
-    quads = tl.reduce(tl.reshape(values, [ROWS, CHUNKS, WIDTH // 4, 4]), 3, _sum)
+    CHUNKS: tl.constexpr = values.shape[0] // ROWS
+    WIDTH: tl.constexpr = values.shape[1]
+    columns = tl.reduce(tl.reshape(values, [CHUNKS * ROWS, WIDTH // 4, 4]), 2, _sum)
     if CHUNKS == 4:
-        halves = tl.reduce(tl.reshape(quads, [ROWS, 2, 2, WIDTH // 4]), 1, _sum)
-        columns = tl.reduce(halves, 1, _sum)
-    else:
-        columns = tl.reduce(quads, 1, _sum)
+        columns = tl.reduce(tl.reshape(columns, [2, 2, ROWS, WIDTH // 4]), 0, _sum)
+        columns = tl.reduce(columns, 0, _sum)
+    elif CHUNKS == 2:
+        columns = tl.reduce(tl.reshape(columns, [2, ROWS, WIDTH // 4]), 0, _sum)
     pairs = tl.reduce(tl.reshape(columns, [ROWS, WIDTH // 8, 2]), 1, _sum)
     return tl.reduce(pairs, 1, _sum)
 
 
 @triton.jit
-def _row_maxima(values):
-    """Largest magnitudes of the rows of ``[ROWS, CHUNKS, WIDTH]``, ``[ROWS]``; NaN wins."""
-    return tl.reduce(tl.reduce(tl.abs(values), 1, _larger), 1, _larger)
+def _row_maxima(values, ROWS: tl.constexpr):
+    """Largest magnitudes over the columns and chunks of a tile, ``[ROWS]``; NaN wins."""
+    CHUNKS: tl.constexpr = values.shape[0] // ROWS
+    values = tl.abs(values)
+    if CHUNKS > 1:
+        values = tl.reduce(tl.reshape(values, [CHUNKS, ROWS, values.shape[1]]), 0, _larger)
+    return tl.reduce(values, 1, _larger)
+
+
+@triton.jit
+def _to_lines(values, LINES: tl.constexpr):
+    """A value for each row, ``[ROWS]``, as a column ``[LINES, 1]`` of the tile."""
+    ROWS: tl.constexpr = values.shape[0]
+    if LINES > ROWS:
+        values = tl.reshape(tl.broadcast_to(values[None, :], [LINES // ROWS, ROWS]), [LINES])
+    return values[:, None]
 
 
 @triton.jit
@@ -281,13 +293,13 @@ def _codes(y, factor, DIVISION: tl.constexpr, QUOTIENT: tl.constexpr, CLAMP: tl.
         too_large = tl.fma(first, factor, -1.0) > 0.0
         first = (first.to(tl.int32, bitcast=True) - too_large.to(tl.int32)).to(tl.float32, bitcast=True)
         second = tl.maximum(tl.fma(first, factor * -1.0, 1.0) * first, 0.0)  # NaN, of an infinite factor, becomes 0
-        scaled = tl.fma(y, first[:, None, None], y * second[:, None, None])
+        scaled = tl.fma(y, _to_lines(first, y.shape[0]), y * _to_lines(second, y.shape[0]))
     elif DIVISION == "power of two":
-        scaled = y * tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)[:, None, None]
+        scaled = y * _to_lines(tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor), y.shape[0])
     elif DIVISION == "ieee":
-        scaled = tl.div_rn(y, tl.broadcast_to(factor[:, None, None], y.shape))
+        scaled = tl.div_rn(y, tl.broadcast_to(_to_lines(factor, y.shape[0]), y.shape))
     else:
-        scaled = y * factor[:, None, None]
+        scaled = y * _to_lines(factor, y.shape[0])
     scaled = _rounded(scaled, QUOTIENT, False)
     if CLAMP > 0.0:
         scaled = tl.maximum(scaled, -CLAMP, propagate_nan=tl.PropagateNan.ALL)
@@ -342,16 +354,30 @@ def _piece_offsets(
 
 
 @triton.jit
-def _load_parameter(pointer, column, inside, mask, MASKED: tl.constexpr, WIDTH_OF_PARAMETER: tl.constexpr, PIECE: tl.constexpr):
-    """A weight or bias that repeats along the row, for a tile of pieces at ``column``.
+def _load_parameter(pointer, column, inside, mask, MASKED: tl.constexpr, WIDTH_OF_PARAMETER: tl.constexpr):
+    """A weight or bias that repeats along the row, for a tile whose lines start at ``column``.
 
     Loaded in the tile's full shape: a narrower load would get another layout, and everything after it too.
     """
-    if WIDTH_OF_PARAMETER == PIECE:
-        column = column * 0
-    else:
-        column = column % WIDTH_OF_PARAMETER
-    return _load(pointer + column[:, None, None] + inside, mask, MASKED, False)
+    column = column % WIDTH_OF_PARAMETER
+    return _load(pointer + column[:, None] + inside, mask, MASKED, False)
+
+
+@triton.jit
+def _positions(
+    row,
+    num_units,
+    UNITS: tl.constexpr,
+    UNITS_PER_TOKEN: tl.constexpr,
+    UNIT: tl.constexpr,
+    PIECE: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """Token and first column of the pieces with index ``row`` in this program, and whether there are such."""
+    unit = tl.program_id(0) * UNITS + row // PIECES
+    piece = row % PIECES
+    column = (unit % UNITS_PER_TOKEN) * UNIT + piece * PIECE
+    return unit // UNITS_PER_TOKEN, column, (unit < num_units) & (piece * PIECE < UNIT)
 
 
 # fmt: off
@@ -385,16 +411,16 @@ def gated_rmsnorm_quant_kernel(
     ROWS: tl.constexpr = UNITS * PIECES
     WIDTH: tl.constexpr = PIECE // CHUNKS
     UNITS_PER_TOKEN: tl.constexpr = HIDDEN // UNIT
+    # Programs that never reach beyond a token's last unit have nothing to mask.
+    PADDED: tl.constexpr = UNIT != PIECES * PIECE
+    MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0
     negative_zero = tl.cast(eps, tl.float32) * -0.0
 
-    row = tl.arange(0, ROWS)
-    unit = tl.program_id(0) * UNITS + row // PIECES
-    piece = row % PIECES
-    token = unit // UNITS_PER_TOKEN
-    column = (unit % UNITS_PER_TOKEN) * UNIT + piece * PIECE
-    inside = (tl.arange(0, CHUNKS) * WIDTH)[None, :, None] + tl.arange(0, WIDTH)[None, None, :]
-    valid = (unit < num_units) & (piece * PIECE < UNIT)
-    mask = valid[:, None, None]
+    line = tl.arange(0, CHUNKS * ROWS)
+    token, column, valid = _positions(line % ROWS, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+    column += line // ROWS * WIDTH
+    inside = tl.arange(0, WIDTH)[None, :]
+    mask = valid[:, None]
 
     x_offsets = _piece_offsets(
         token, column, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride, HIDDEN, X_RUN, X_TWO_LEVELS
@@ -403,11 +429,8 @@ def gated_rmsnorm_quant_kernel(
         token, column, gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
         HIDDEN, GATE_RUN, GATE_TWO_LEVELS,
     )
-    # Programs that never reach beyond a token's last unit have nothing to mask.
-    PADDED: tl.constexpr = UNIT != PIECES * PIECE
-    MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0
-    x = _widened(_load(x_ptr + x_offsets[:, None, None] + inside, mask, MASKED, PADDED), PTX)
-    gate = _widened(_load(gate_ptr + gate_offsets[:, None, None] + inside, mask, MASKED, PADDED), PTX)
+    x = _widened(_load(x_ptr + x_offsets[:, None] + inside, mask, MASKED, PADDED), PTX)
+    gate = _widened(_load(gate_ptr + gate_offsets[:, None] + inside, mask, MASKED, PADDED), PTX)
     SQUARES_ARE_EXACT: tl.constexpr = NORM_FIRST and x_ptr.dtype.element_ty != tl.float32
 
     activated = _rounded(_activated(gate, ACTIVATION, ACTIVATION_DIVISION), ACTIVATION_ROUNDING, PTX)
@@ -415,9 +438,9 @@ def gated_rmsnorm_quant_kernel(
         x = _rounded(x * activated, GATED_ROUNDING, PTX)
     # Contracting an exact square with the sum changes nothing, and saves an instruction.
     squares = x * x if SQUARES_ARE_EXACT else tl.fma(x, x, negative_zero)
-    sums = _over_neighbours(_row_sums(squares), PIECES, NORM_PIECES, True)
+    sums = _over_neighbours(_row_sums(squares, ROWS), PIECES, NORM_PIECES, True)
     mean = tl.fma(sums, 1.0 / NORM, negative_zero)
-    y = x * tl.rsqrt(mean + tl.cast(eps, tl.float32))[:, None, None]
+    y = x * _to_lines(tl.rsqrt(mean + tl.cast(eps, tl.float32)), CHUNKS * ROWS)
     if (
         PTX
         and WEIGHT_SIZE > 0
@@ -426,22 +449,22 @@ def gated_rmsnorm_quant_kernel(
         and NORM_ROUNDING == "bfloat16"
         and WEIGHT_ROUNDING == "bfloat16"
     ):
-        y = _rounded_times_bfloat16(y, _load_parameter(weight_ptr, column, inside, mask, MASKED, WEIGHT_SIZE, PIECE))
+        y = _rounded_times_bfloat16(y, _load_parameter(weight_ptr, column, inside, mask, MASKED, WEIGHT_SIZE))
     else:
         y = _rounded(y, NORM_ROUNDING, PTX)
         if WEIGHT_SIZE > 0:
-            weight = _load_parameter(weight_ptr, column, inside, mask, MASKED, WEIGHT_SIZE, PIECE).to(tl.float32)
+            weight = _load_parameter(weight_ptr, column, inside, mask, MASKED, WEIGHT_SIZE).to(tl.float32)
             if WEIGHT_OFFSET != 0.0:
                 weight = _rounded(weight + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
             y = _rounded(tl.fma(y, weight, negative_zero), WEIGHT_ROUNDING, PTX)
     if BIAS_SIZE > 0:
-        bias = _load_parameter(bias_ptr, column, inside, mask, MASKED, BIAS_SIZE, PIECE).to(tl.float32)
+        bias = _load_parameter(bias_ptr, column, inside, mask, MASKED, BIAS_SIZE).to(tl.float32)
         y = _rounded(y + bias, BIAS_ROUNDING, PTX)
     if NORM_FIRST:
         y = y * activated
     y = _rounded(y, OUTPUT_ROUNDING, PTX)
 
-    scale = _over_neighbours(_row_maxima(y), PIECES, GROUP_PIECES, False)
+    scale = _over_neighbours(_row_maxima(y, ROWS), PIECES, GROUP_PIECES, False)
     scale = _scale_step(scale, negative_zero, STEP_0, OPERAND_0)
     scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
     scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
@@ -455,14 +478,15 @@ def gated_rmsnorm_quant_kernel(
     else:
         codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
 
-    scale_offsets = token.to(tl.int64) * scale_token_stride + (column // GROUP).to(tl.int64) * scale_group_stride
-    code_offsets = (token.to(tl.int64) * HIDDEN + column)[:, None, None] + inside
-    code_offsets = tl.max_contiguous(code_offsets, [1, 1, 8])
-    if MASKED or GROUP != PIECE:
-        tl.store(scales_ptr + scale_offsets, scale, mask=valid & (column % GROUP == 0))
-    else:
-        tl.store(scales_ptr + scale_offsets, scale)
+    code_offsets = tl.max_contiguous((token.to(tl.int64) * HIDDEN + column)[:, None] + inside, [1, 8])
     if MASKED:
         tl.store(codes_ptr + code_offsets, codes, mask=mask)
     else:
         tl.store(codes_ptr + code_offsets, codes)
+    row = tl.arange(0, ROWS)
+    token, column, valid = _positions(row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+    scale_offsets = token.to(tl.int64) * scale_token_stride + (column // GROUP).to(tl.int64) * scale_group_stride
+    if MASKED or GROUP != PIECE:
+        tl.store(scales_ptr + scale_offsets, scale, mask=valid & (column % GROUP == 0))
+    else:
+        tl.store(scales_ptr + scale_offsets, scale)
