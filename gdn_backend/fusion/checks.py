@@ -5,6 +5,7 @@ They come after the structure is known and before a kernel is chosen, cheapest f
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 import torch
@@ -14,8 +15,8 @@ from torch.fx import Node
 from gdn_backend.fusion.match import GatedNorm, Miss, Quantisation, Reason
 from gdn_backend.fusion.sinks.decomposed import reads_only_shape
 from gdn_backend.graph.canonical import GraphView, overwritten_operand, spelled_name
-from gdn_backend.graph.effects import Effects
-from gdn_backend.graph.shapes import is_contiguous, same_size, shape_of, static_int, tensor_of
+from gdn_backend.graph.effects import Effects, written_operands
+from gdn_backend.graph.shapes import is_contiguous, is_transformed, same_size, shape_of, static_int, tensor_of
 from gdn_backend.ops.spec import FP8_DTYPES, dtype_name
 
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -30,6 +31,7 @@ class SiteChecker:
         self._view = view
         self._effects = Effects(view)
         self._autocast = _autocast_regions(view)
+        self._grad_modes = _GradModes(view)
 
     def check(self, norm: GatedNorm, quant: Quantisation) -> Miss | None:
         """The first reason why this site must stay as it is, or None."""
@@ -40,8 +42,10 @@ class SiteChecker:
             or check_operands(norm)
             or check_codes_layout(quant)
             or self.check_writes(norm, quant)
+            or self.check_own_writes(norm, quant)
             or self.check_autocast(norm, quant)
             or check_grad(quant)
+            or self.check_grad_mode(norm, quant)
         )
 
     def check_users(self, norm: GatedNorm, quant: Quantisation) -> Miss | None:
@@ -53,12 +57,18 @@ class SiteChecker:
         known = inside | quant.dependents | set(quant.results)
         for node in sorted(inside, key=self._view.position.__getitem__):
             for user in self._view.readers(node):
-                if user in known or reads_only_shape(user) or self._is_operand_preparation(node, norm):
+                if user in known or self._needs_no_data(user) or self._is_operand_preparation(node, norm):
                     continue
                 actual = "the graph's output" if user.op == "output" else f"{user.name}"
                 advice = "return or use the value behind the quantisation instead, or keep a copy of the inputs"
                 return Miss("safety", Reason.SHARED_INTERMEDIATE, node, "readers inside the site only", actual, advice)
         return None
+
+    def _needs_no_data(self, user: Node) -> bool:
+        """True where only sizes are read, be it of the value or of a reshape of it (``y.reshape(B, S, -1).size()``)."""
+        if reads_only_shape(user):
+            return True
+        return self._view.op(user).name == "reshape" and all(map(self._needs_no_data, self._view.readers(user)))
 
     def _is_operand_preparation(self, node: Node, norm: GatedNorm) -> bool:
         while node not in (norm.x, norm.gate, norm.weight, norm.bias):
@@ -73,19 +83,26 @@ class SiteChecker:
     def check_writes(self, norm: GatedNorm, quant: Quantisation) -> Miss | None:
         """Nobody writes to an operand, or to a value inside, between its read and the place of the fused op."""
         position = self._view.position
-        inside = norm.interior | quant.interior
+        members = norm.interior | quant.interior | quant.dependents | set(quant.results)
         place = min(position[node] for node in quant.results)
-        members = inside | quant.dependents | set(quant.results)
-        for node in (*_operands(norm), *inside):
-            reads = [position[user] for user in node.users if user in members]
-            start = position[node] if node in inside else min(reads, default=place)
-            end = max(place, max(reads, default=place)) if node in inside else place
+        operands = set(_operands(norm))
+        for node in sorted(members | operands, key=position.__getitem__):
+            reads = [position[user] for user in self._view.readers(node) if user in members]
+            start = min(reads, default=place) if node in operands else position[node]
+            end = max(place, *reads) if node in operands else max(reads, default=start)
             for writer in self._effects.writes_between(node, start, end):
-                if writer in members:
-                    continue
-                advice = "write to it before the norm or behind the quantisation, or write to a clone"
-                return Miss("safety", Reason.MUTATION, writer, f"{node.name} unchanged until the codes are made",
-                            f"a write by {spelled_name(writer) or writer.target}", advice)  # fmt: skip
+                return _mutation(writer, f"{node.name} unchanged until the codes are made")
+        return None
+
+    def check_own_writes(self, norm: GatedNorm, quant: Quantisation) -> Miss | None:
+        """What the site writes in place is its own: nobody outside sees the memory and would miss the write."""
+        position = self._view.position
+        members = norm.interior | quant.interior | quant.dependents | set(quant.results)
+        for writer in sorted(members, key=position.__getitem__):
+            for written in written_operands(writer):
+                for node in self._effects.sharing(written):
+                    if position[node] < position[writer] and node not in members:
+                        return _mutation(writer, f"{node.name}, which is seen outside the site, not written to")
         return None
 
     def check_autocast(self, norm: GatedNorm, quant: Quantisation) -> Miss | None:
@@ -96,6 +113,41 @@ class SiteChecker:
                 advice = "leave autocast around the norm, or give the model its dtype with model.to(torch.bfloat16)"
                 return Miss("safety", Reason.AUTOCAST, node, "no autocast", f"the region of {region.name}", advice)
         return None
+
+    def check_grad_mode(self, norm: GatedNorm, quant: Quantisation) -> Miss | None:
+        """Gradients that end because the norm was computed without them do not start at the fused op."""
+        operands = (tensor_of(node) for node in _operands(norm))
+        if not any(tensor is not None and tensor.requires_grad for tensor in operands):
+            return None
+        first = min(quant.results, key=self._view.position.__getitem__)
+        mode = self._grad_modes.mode(self._view.position[first])
+        others = {self._grad_modes.mode(self._view.position[node]) for node in norm.interior | quant.interior}
+        if mode is False or others == {mode}:
+            return None
+        advice = "call the quantisation under torch.no_grad() too"
+        expected, actual = "norm and quantisation in one grad mode", "the norm alone under torch.no_grad()"
+        return Miss("safety", Reason.REQUIRES_GRAD, first, expected, actual, advice)
+
+
+class _GradModes:
+    """Whether gradients are on at each place of a graph; None where the graph does not say."""
+
+    def __init__(self, view: GraphView) -> None:
+        switches = [node for node in view.nodes if getattr(node.target, "__name__", "") == "_set_grad_enabled"]
+        self._positions = [view.position[node] for node in switches]
+        self._modes = [bool(node.args[0]) for node in switches]
+        # Regions nest: after an even number of switches the last one brings back the mode that the graph began with.
+        self._at_start = self._modes[-1] if self._modes and len(self._modes) % 2 == 0 else None
+
+    def mode(self, position: int) -> bool | None:
+        index = bisect_left(self._positions, position)
+        return self._modes[index - 1] if index else self._at_start
+
+
+def _mutation(writer: Node, expected: str) -> Miss:
+    advice = "write to it before the norm or behind the quantisation, or write to a clone"
+    actual = f"a write by {spelled_name(writer) or writer.target}"
+    return Miss("safety", Reason.MUTATION, writer, expected, actual, advice)
 
 
 def _operands(norm: GatedNorm) -> Iterator[Node]:
@@ -171,7 +223,12 @@ def check_operands(norm: GatedNorm) -> Miss | None:
         if node is None or tensor is None:
             continue
         if type(tensor) not in (FakeTensor, torch.Tensor, torch.nn.Parameter):
-            return Miss("operand", Reason.SUBCLASS, node, f"a plain tensor as {role}", type(tensor).__name__)
+            advice = "unwrap it first, to_local() for a DTensor"
+            return Miss("operand", Reason.SUBCLASS, node, f"a plain tensor as {role}", type(tensor).__name__, advice)
+        if is_transformed(tensor):
+            expected, actual = f"a plain tensor as {role}", "a tensor inside a transform"
+            advice = "call the norm outside torch.vmap and torch.func transforms"
+            return Miss("operand", Reason.SUBCLASS, node, expected, actual, advice)
         if tensor.dtype not in _OPERAND_DTYPES:
             expected = f"{role} in bfloat16, float16 or float32"
             return Miss("operand", Reason.DTYPE, node, expected, dtype_name(tensor.dtype))

@@ -24,8 +24,8 @@ from gdn_backend.graph.shapes import same_shape, same_size, shape_of, static_int
 from gdn_backend.ops.spec import ROUNDING_POINTS, Activation, dtype_name
 
 _OTHER_ACTIVATIONS = frozenset(
-    ("gelu", "relu", "relu6", "tanh", "elu", "selu", "celu", "leaky_relu", "softplus", "hardswish", "hardsigmoid", "mish",
-     "softsign", "erf", "logsigmoid")
+    ("gelu", "relu", "relu6", "tanh", "elu", "selu", "celu", "leaky_relu", "softplus", "hardswish", "hardsigmoid",
+     "mish", "softsign", "erf", "logsigmoid")
 )  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def _find_normalised(view: GraphView, node: Node) -> _Normalised | None:
     op = view.op(top.node)
     if op.name == "add":
         for left, right in _operand_orders(op):
-            vector = _find_vector(view, right, left)
+            vector = _find_vector(view, right, left, takes_offset=False)
             inner = _find_normalised(view, left) if vector else None
             if inner is not None and vector is not None and inner.bias is None:
                 return _extend(view, inner, top, left, vector, "bias")
@@ -234,9 +234,11 @@ def _find_root_mean_square(view: GraphView, h: Node, r: Node, divides: bool) -> 
     nodes += variance.trail
     eps: float | Node | None = 0.0
     mean = variance.node
-    if view.op(mean).name == "add":
+    if view.op(mean).name in ("add", "sub"):
         nodes.append(mean)
         eps, operand = _split_eps(view.op(mean))
+        if eps is None and view.op(mean).name == "sub":
+            return None
         under = peel(view, operand)
         mean = under.node
         nodes += under.trail
@@ -248,8 +250,8 @@ def _split_eps(op: CanonicalOp) -> tuple[float | Node | None, Node]:
     """eps and the mean: the operand that is no tensor is eps; None where both are tensors."""
     left, right = op.input, op.get("other")
     if isinstance(right, int | float):
-        return float(right), left
-    if isinstance(right, Node) and isinstance(value_of(right), torch.SymFloat | torch.SymInt):
+        return float(-right if op.name == "sub" else right), left
+    if isinstance(right, Node) and isinstance(value_of(right), torch.SymFloat | torch.SymInt) and op.name == "add":
         return right, left
     return None, left if shape_of(left) else right
 
@@ -278,7 +280,10 @@ def _find_mean_square(
     size = static_int(shape_of(h)[-1]) if shape_of(h) else None
     if total is not mean_op and not _divides_by_count(mean_op, size):
         return None  # an l2 norm or some other sum, no mean
-    problem = _check_mean(total, h, r, size, eps) or _check_statistics((h, operand, *nodes))
+    problem = _check_mean(total, h, r, size, eps) or _check_statistics((operand, *nodes))
+    if mean_op.name == "mul" and size is not None and size & (size - 1):
+        actual, advice = f"a sum times 1/{size}, which is rounded", "use mean(), or divide the sum"
+        problem = problem or Miss("norm", Reason.ROUNDING, mean, f"a sum divided by {size}", actual, advice)
     return _Normalised(
         h=h,
         eps=0.0 if eps is None else eps,
@@ -344,15 +349,19 @@ def _find_activated(view: GraphView, node: Node) -> _Activated | None:
     return None
 
 
-def _find_vector(view: GraphView, node: Node, beside: Node) -> _Vector | None:
-    """A weight or bias beside a value: a tensor of fewer values, with an optional number added to it."""
+def _find_vector(view: GraphView, node: Node, beside: Node, takes_offset: bool = True) -> _Vector | None:
+    """A weight or bias beside a value: a tensor of fewer values, a weight with an optional number added to it."""
     tensor, other = tensor_of(node), tensor_of(beside)
-    if tensor is None or other is None or same_shape(tuple(tensor.shape), tuple(other.shape)):
+    if tensor is None or other is None:
+        return None
+    is_row = all(static_int(size) == 1 for size in other.shape[:-1])  # one row: a vector may have its shape
+    if not is_row and same_shape(tuple(tensor.shape), tuple(other.shape)):
         return None
     problem = _check_repeats(node, beside)
     top = peel(view, node)
     op = view.op(top.node)
-    if op.name == "add" and isinstance(op.get("other"), int | float):
+    # Adding zero is no offset: it turns -0 into +0.
+    if takes_offset and op.name == "add" and isinstance(op.get("other"), int | float) and op.args["other"] != 0:
         under = peel_exact(view, op.input)
         nodes = (*top.trail, top.node, *under.trail)
         return _Vector(under.node, float(op.args["other"]), _rounding("offset", top), nodes, problem)

@@ -55,7 +55,7 @@ class Miss:
     facts: SiteFacts | None = None  # what was known of the site by then; every miss that a search returns has them
 
     def render(self, source: str = "") -> str:
-        """One line: ``expected 128, got 64 at view_3 (model.py:88)``, the advice behind it; ``source`` is the node's line."""
+        """One line: ``expected 128, got 64 at view_3 (model.py:88)`` and the advice; ``source`` is the node's line."""
         where = f" at {self.node.name}" if self.node is not None else ""
         where += f" ({source})" if source else ""
         advice = f"; {self.advice}" if self.advice else ""

@@ -17,12 +17,30 @@ from gdn_backend.fusion.gated_norm import find_gated_norm
 from gdn_backend.fusion.match import Candidate, GatedNorm, Match, Miss, Quantisation, Reason, SiteFacts
 from gdn_backend.fusion.sinks.decomposed import find_decomposed
 from gdn_backend.fusion.sinks.own_op import find_own_op
+from gdn_backend.fusion.walk import peel
 from gdn_backend.graph.canonical import GraphView
 from gdn_backend.graph.shapes import same_size, shape_of, static_int, tensor_of
 from gdn_backend.ops.spec import FusedSpec
 
 #: Every form of quantisation that is known, one file each.
 SINKS: tuple[Callable[[GraphView, Node], Candidate | None], ...] = (find_decomposed, find_own_op)
+
+#: What may stand between norm and quantisation so that the groups are not the norm's values in their order.
+_REARRANGEMENTS = frozenset(
+    (
+        "permute",
+        "slice",
+        "pad",
+        "constant_pad_nd",
+        "expand",
+        "expand_as",
+        "repeat",
+        "flip",
+        "roll",
+        "narrow",
+        "index_select",
+    )
+)
 
 
 @dataclass
@@ -56,8 +74,12 @@ def _find_site(view: GraphView, checker: SiteChecker, node: Node, group_sizes: f
     norms = (find_gated_norm(view, data) for data in candidate.data)
     norm = next((found for found in norms if found is not None), None)
     if norm is None:
-        return None
+        return _find_behind_rearrangement(view, candidate)
     quant = candidate.quant
+    if isinstance(quant, Miss) and quant.node in norm.interior:  # what looked like a factor belongs to the norm
+        advice = "the fused op computes its scales; use dynamic activation quantisation"
+        expected = "a scale computed from the data"
+        quant = Miss("quant", Reason.STATIC_SCALE, candidate.anchor, expected, "a cast without a scale", advice)
     if isinstance(quant, Miss):
         return dataclasses.replace(quant, facts=_describe(candidate, norm, None, None))
     hidden_size = _row_width(norm, quant)
@@ -69,6 +91,23 @@ def _find_site(view: GraphView, checker: SiteChecker, node: Node, group_sizes: f
     nodes = norm.interior | quant.interior | quant.dependents | set(quant.results)
     replaced = tuple(sorted(nodes, key=view.position.__getitem__))
     return Match(norm, quant, _spec(norm, quant, hidden_size, facts), facts, replaced)
+
+
+def _find_behind_rearrangement(view: GraphView, candidate: Candidate) -> Miss | None:
+    """A miss where a gated norm stands behind something that moves, drops or adds values on the way to the groups."""
+    for data in candidate.data:
+        node = peel(view, data).node
+        rearrangement = node
+        while view.op(node).name in _REARRANGEMENTS and tensor_of(view.op(node).get("input")) is not None:
+            node = peel(view, view.op(node).input).node
+        norm = find_gated_norm(view, node) if node is not rearrangement else None
+        if norm is not None:
+            expected = "the norm's values in row-major order, all of them, in the groups"
+            actual = f"{view.op(rearrangement).name} between norm and quantisation"
+            advice = "quantise along the heads as the norm leaves them, and rearrange codes and scales instead"
+            facts = _describe(candidate, norm, None, None)
+            return Miss("layout", Reason.LAYOUT, rearrangement, expected, actual, advice, facts)
+    return None
 
 
 def _row_width(norm: GatedNorm, quant: Quantisation) -> int | None:

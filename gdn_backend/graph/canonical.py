@@ -97,6 +97,8 @@ def spelled_name(node: Node) -> str | None:
     if isinstance(target, torch._ops.OpOverloadPacket):
         namespace, _, name = target._qualified_op_name.partition("::")
         return name if namespace == "aten" else None
+    if target is getattr:  # x.T and x.mT
+        return str(node.args[1])
     module = getattr(target, "__module__", None) or ""
     self_module = getattr(getattr(target, "__self__", None), "__name__", "")
     is_ours = module.split(".")[0] in ("torch", "_operator", "operator") or self_module.startswith("torch")
@@ -125,7 +127,7 @@ def qualified_op_name(node: Node) -> str | None:
 def is_inplace_name(name: str) -> bool:
     """True for ``mul_`` and for ``imul``, the function behind ``*=``."""
     if name.startswith("__"):
-        return False
+        return name.strip("_") in _INPLACE_OPERATORS
     return name.endswith("_") or (name in _INPLACE_OPERATORS)
 
 
@@ -273,9 +275,10 @@ def _refine_binary(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
         return CanonicalOp(name, node, {"input": left, "other": right})
     if name in ("mul", "add"):  # number on the left: the operands commute
         return CanonicalOp(name, node, {"input": right, "other": left})
-    if name == "div" and tensor_of(right) is not None:
-        kind = "reciprocal" if left in (1, 1.0) else "const_div"
-        return CanonicalOp(kind, node, {"input": right, "value": left})
+    if name == "div" and tensor_of(right) is not None and left == 1:
+        return CanonicalOp("reciprocal", node, {"input": right})
+    if name == "div" and spelled_name(node) == "truediv":  # torch.div(2.0, x) is a real division
+        return CanonicalOp("const_div", node, {"input": right, "value": left})
     return CanonicalOp(f"r{name}", node, {"input": right, "other": left})
 
 
@@ -312,6 +315,8 @@ def _refine_cast(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
     source, result = tensor_of(args.get("input")), tensor_of(node)
     if source is None or result is None or source.device != result.device:
         return CanonicalOp(f"{name}_across", node, args)
+    if source.requires_grad and name == "detach":  # the end of the gradient's way is no copy to look through
+        return CanonicalOp(name, node, args)
     kind = "identity" if source.dtype == result.dtype else "cast"
     return CanonicalOp(kind, node, {"input": args["input"]})
 

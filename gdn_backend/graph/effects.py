@@ -20,6 +20,9 @@ from torch.utils import _pytree as pytree
 from gdn_backend.graph.canonical import GraphView, is_inplace_name, spelled_name
 from gdn_backend.graph.shapes import storage_key, tensor_of
 
+#: Modules whose functions Dynamo takes into the graph as they are and that are known to write to no tensor.
+_HARMLESS_MODULES = frozenset(("builtins", "einops", "math"))
+
 
 @dataclass(frozen=True)
 class Write:
@@ -34,7 +37,11 @@ class Effects:
 
     def __init__(self, view: GraphView) -> None:
         self._writes: dict[int, list[Write]] = {}
+        self._sharing: dict[int, list[Node]] = {}
         for position, node in enumerate(view.nodes):
+            own = storage_of(node)
+            if own is not None:
+                self._sharing.setdefault(own, []).append(node)
             for operand in written_operands(node):
                 key = storage_of(operand)
                 if key is not None:
@@ -48,6 +55,10 @@ class Effects:
             if write.position >= before:
                 return
             yield write.node
+
+    def sharing(self, node: Node) -> list[Node]:
+        """All nodes whose tensors live in the memory of ``node``'s, in program order, ``node`` included."""
+        return self._sharing.get(storage_of(node) or 0, [])
 
     def is_written(self, node: Node) -> bool:
         """True where anything in the graph writes to the memory of ``node``'s tensor."""
@@ -78,7 +89,10 @@ def written_operands(node: Node) -> list[Node]:
         return _written_by_higher_order(node)
     written: list[Any] = []
     name = spelled_name(node)
-    if name is not None and (is_inplace_name(name) or name == "setitem"):
+    if name is None:  # a function that Dynamo was told not to look into (allow_in_graph)
+        module = getattr(node.target, "__module__", None) or ""
+        return [] if module.partition(".")[0] in _HARMLESS_MODULES else _tensor_operands(node)
+    if is_inplace_name(name) or name in ("setitem", "__setitem__"):
         written.extend(_tensor_operands(node)[:1] if not name.startswith("_foreach") else _tensor_operands(node))
     if node.kwargs.get("out") is not None:
         written.append(node.kwargs["out"])

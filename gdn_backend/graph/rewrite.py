@@ -24,6 +24,7 @@ from torch.fx import Graph, Node
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from gdn_backend.graph.canonical import overwritten_operand
 from gdn_backend.graph.shapes import Size, static_int, tensor_of, value_of
 from gdn_backend.ops.call import encode_call
 from gdn_backend.ops.outputs import allocate_outputs
@@ -49,7 +50,8 @@ def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
         call = encode_call(match.spec, kernel)
         importlib.import_module("gdn_backend.ops.gated_rmsnorm_quant")  # registers the op, which imports Triton
         op = torch.ops.gdn_backend.gated_rmsnorm_fp8_quant.default
-        fused = graph.call_function(op, (norm.x, norm.gate, norm.weight, norm.bias, norm.eps, call))
+        vectors = (_as_vector(graph, norm.weight), _as_vector(graph, norm.bias))
+        fused = graph.call_function(op, (norm.x, norm.gate, *vectors, norm.eps, call))
         fused.meta.update(_inherited_meta(norm.output))
         values = _describe(fused, match)
         codes = _result(graph, fused, 0, quant.codes, values)
@@ -58,8 +60,21 @@ def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
     if quant.scales is not None:
         _redirect(quant.scale_family, scales[0], replaced - quant.dependents)
     erase_unused(graph, scales)
-    erase_unused(graph, reversed(match.replaced))
+    # A scale that others read before it is written on in place is still written on, though nobody uses that result.
+    writes_on = {node for node in quant.dependents if overwritten_operand(node) is not None}
+    erase_unused(graph, (node for node in reversed(match.replaced) if node not in writes_on))
     return fused
+
+
+def _as_vector(graph: Graph, node: Node | None) -> Node | None:
+    """A weight or bias as the op takes it: one axis."""
+    tensor = tensor_of(node)
+    if node is None or tensor is None or tensor.dim() == 1:
+        return node
+    vector = graph.call_method("reshape", (node, -1))
+    vector.meta.update(_inherited_meta(node))
+    vector.meta["example_value"] = tensor.reshape(-1)
+    return vector
 
 
 def _redirect(nodes: Iterable[Node], replacement: Node, keep: Container[Node]) -> None:

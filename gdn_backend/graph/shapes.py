@@ -72,6 +72,11 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
     )
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """True inside ``torch.vmap``, ``torch.func.grad`` and the like, whose tensors hide axes or levels."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for fake tensors that share memory: Dynamo's fakes share a storage where their tensors do."""
     return tensor.untyped_storage()._cdata

@@ -100,8 +100,9 @@ def quantise(y: Tensor, group_size: int, quant: QuantSpec, fp8_dtype: torch.dtyp
     rows, row_size = y.shape
     num_groups = row_size // group_size
     quant = quant.resolve(fp8_dtype)
-    groups = y.reshape(rows, num_groups, group_size).float()
-    scales = _apply_steps(groups.abs().amax(dim=-1, keepdim=True), quant.scale_steps or ())
+    groups = y.reshape(rows, num_groups, group_size)
+    # y widens itself in the division: written out, Inductor would keep its fp32 form between the two passes over it.
+    scales = _apply_steps(groups.float().abs().amax(dim=-1, keepdim=True), quant.scale_steps or ())
     factor = _apply_steps(scales, quant.factor_steps)
     scaled = groups / factor if quant.operation == "divide" else groups * factor
     if quant.quotient is not None:
