@@ -249,8 +249,23 @@ def special_values(x: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-    """Ways to lay out a random ``[6, hidden]``; each gives a tensor of as many values."""
-                                  "fnuz", "olmo", "mamba2", "per token", "inverse"])  # fmt: skip
+SPECIAL = (
+    "qwen",
+    "fp32 chain",
+    "kimi",
+    "no floor",
+    "hf",
+    "hub",
+    "capped",
+    "ue8m0",
+    "ue8m0 bits",
+    "fnuz",
+    "olmo",
+    "mamba2",
+)
+
+
+@pytest.mark.parametrize("name", [*SPECIAL, "per token", "inverse"])
 def test_special_values(name: str) -> None:
     spec = SPECS[name]
     x, gate, weight = inputs(spec, 3)
