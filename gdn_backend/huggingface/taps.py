@@ -25,9 +25,10 @@ class TappedModel(nn.Module):
             :class:`~gdn_backend.huggingface.block_fp8.BlockFP8Linear` ``out_proj``.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model: nn.Module = model
+        self.vocab_size: int = model.config.vocab_size
         self._cache_argument = cache_argument(model)
         self._seen: dict[str, list[torch.Tensor]] = {}
         for path, layer in gated_delta_layers(model).items():
