@@ -177,7 +177,9 @@ def _autocast_regions(view: GraphView) -> dict[Node, Node]:
 def check_fp8_format(quant: Quantisation) -> Miss | None:
     """The FP8 dtype is one the op writes, and codes stay within it."""
     if quant.fp8_dtype not in FP8_DTYPES:
-        return Miss("quant", Reason.FP8_FORMAT, quant.codes, " or ".join(FP8_DTYPES), quant.fp8_dtype)
+        advice = "e4m3 is the format of activations"
+        return Miss("quant", Reason.FP8_FORMAT, quant.codes, " or ".join(FP8_DTYPES), quant.fp8_dtype, advice)
+    advice = "scale to torch.finfo of the FP8 dtype and clamp to the same number"
     largest = float(torch.finfo(FP8_DTYPES[quant.fp8_dtype]).max)
     steps = (*(quant.quant.scale_steps or ()), *quant.quant.factor_steps)
     divisors = [float(step[-1]) for step in steps if step[0] == "div"]
@@ -185,10 +187,10 @@ def check_fp8_format(quant: Quantisation) -> Miss | None:
     for limit in limits:
         if limit is not None and limit > largest:
             expected = f"a maximum of {largest:g} for {quant.fp8_dtype}"
-            return Miss("quant", Reason.FP8_FORMAT, quant.codes, expected, f"{limit:g}")
+            return Miss("quant", Reason.FP8_FORMAT, quant.codes, expected, f"{limit:g}", advice)
     if quant.quant.clamp is not None and divisors and quant.quant.clamp < divisors[0]:
         expected = f"a clamp at {divisors[0]:g}, the maximum the scale is made for"
-        return Miss("quant", Reason.FP8_FORMAT, quant.codes, expected, f"a clamp at {quant.quant.clamp:g}")
+        return Miss("quant", Reason.FP8_FORMAT, quant.codes, expected, f"a clamp at {quant.quant.clamp:g}", advice)
     return None
 
 
@@ -231,15 +233,18 @@ def check_operands(norm: GatedNorm) -> Miss | None:
             return Miss("operand", Reason.SUBCLASS, node, expected, actual, advice)
         if tensor.dtype not in _OPERAND_DTYPES:
             expected = f"{role} in bfloat16, float16 or float32"
-            return Miss("operand", Reason.DTYPE, node, expected, dtype_name(tensor.dtype))
+            advice = f"cast the {role} once, where the model is loaded"
+            return Miss("operand", Reason.DTYPE, node, expected, dtype_name(tensor.dtype), advice)
         device = device or tensor.device
         if tensor.device != device:
-            return Miss("operand", Reason.LAYOUT, node, f"{role} on {device}, where x is", f"{tensor.device}")
+            expected, advice = f"{role} on {device}, where x is", f"move the {role} there"
+            return Miss("operand", Reason.LAYOUT, node, expected, f"{tensor.device}", advice)
     x, gate = tensor_of(norm.x), tensor_of(norm.gate)
     assert x is not None
     assert gate is not None
     if not same_size(x.numel(), gate.numel()):
-        return Miss("operand", Reason.LAYOUT, norm.gate, f"a gate of {x.numel()} values, as x has", f"{gate.numel()}")
+        expected, advice = f"a gate of {x.numel()} values, as x has", "give every value a gate of its own"
+        return Miss("operand", Reason.LAYOUT, norm.gate, expected, f"{gate.numel()}", advice)
     return None
 
 
@@ -270,5 +275,5 @@ def check_row(norm: GatedNorm, hidden_size: int) -> Miss | None:
         size = static_int(tensor_of(node).numel()) if node is not None else 1  # type: ignore[union-attr]
         if not size or hidden_size % size:
             expected = f"a {role} whose size divides the row of {hidden_size}"
-            return Miss("norm", Reason.WEIGHT_SHAPE, node, expected, f"{shape_of(node)}")
+            return Miss("norm", Reason.WEIGHT_SHAPE, node, expected, f"{shape_of(node)}", "give every head one weight")
     return None

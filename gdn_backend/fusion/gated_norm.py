@@ -23,6 +23,8 @@ from gdn_backend.graph.canonical import CanonicalOp, GraphView
 from gdn_backend.graph.shapes import same_shape, same_size, shape_of, static_int, tensor_of, value_of
 from gdn_backend.ops.spec import ROUNDING_POINTS, Activation, dtype_name
 
+_AXIS_ADVICE = "take the mean over the last axis with keepdim=True"
+_WIDTH_ADVICE = "make the head size a Python int, or leave it out of torch.compile's dynamic sizes"
 _OTHER_ACTIVATIONS = frozenset(
     ("gelu", "relu", "relu6", "tanh", "elu", "selu", "celu", "leaky_relu", "softplus", "hardswish", "hardsigmoid",
      "mish", "softsign", "erf", "logsigmoid")
@@ -242,6 +244,13 @@ def _find_root_mean_square(view: GraphView, h: Node, r: Node, divides: bool) -> 
         under = peel(view, operand)
         mean = under.node
         nodes += under.trail
+    elif view.op(mean).name == "clamp":
+        nodes.append(mean)
+        under = peel(view, view.op(mean).input)
+        advice = "add eps to the mean square, as torch.rms_norm does"
+        problem = Miss("norm", Reason.EPS, mean, "the mean plus eps", "a clamp of the mean", advice)
+        mean = under.node
+        nodes += under.trail
     found = _find_mean_square(view, h, r, mean, eps, nodes)
     return found if found is None or problem is None else replace(found, problem=problem)
 
@@ -280,7 +289,7 @@ def _find_mean_square(
     size = static_int(shape_of(h)[-1]) if shape_of(h) else None
     if total is not mean_op and not _divides_by_count(mean_op, size):
         return None  # an l2 norm or some other sum, no mean
-    problem = _check_mean(total, h, r, size, eps) or _check_statistics((operand, *nodes))
+    problem = _check_mean(total, h, r, size, eps) or _check_statistics(tuple(nodes))
     if mean_op.name == "mul" and size is not None and size & (size - 1):
         actual, advice = f"a sum times 1/{size}, which is rounded", "use mean(), or divide the sum"
         problem = problem or Miss("norm", Reason.ROUNDING, mean, f"a sum divided by {size}", actual, advice)
@@ -307,17 +316,17 @@ def _check_mean(total: CanonicalOp, h: Node, r: Node, size: int | None, eps: flo
     if total.get("dims") != (last,) or not kept or not same_size(summed[-1], shape[-1]):
         dims = "all axes" if total.get("dims") is None else f"axes {list(total.get('dims'))} of {last + 1}"
         actual = f"a mean over {dims}{'' if kept else ', not kept'}"
-        return Miss("norm", Reason.NORM_AXIS, total.node, "a mean over the last axis, kept", actual)
+        return Miss("norm", Reason.NORM_AXIS, total.node, "a mean over the last axis, kept", actual, _AXIS_ADVICE)
     if size is None:
-        return Miss("norm", Reason.NORM_AXIS, total.node, "a norm of fixed width", f"width {shape[-1]}")
+        return Miss("norm", Reason.NORM_AXIS, total.node, "a norm of fixed width", f"width {shape[-1]}", _WIDTH_ADVICE)
     if eps is None:
         return Miss("norm", Reason.EPS, total.node, "a number", "a tensor", "pass eps as a Python float")
     return None
 
 
 def _check_statistics(nodes: tuple[Node, ...]) -> Miss | None:
-    """Everything from the square to the root is fp32."""
-    for node in nodes:
+    """Everything from the square to the root, which ``nodes`` begin with, is fp32."""
+    for node in reversed(nodes):
         dtype = dtype_of(node)
         if dtype is not torch.float32:
             actual = dtype_name(dtype) if dtype is not None else "no tensor"
@@ -336,7 +345,8 @@ def _find_activated(view: GraphView, node: Node) -> _Activated | None:
         kind: Activation = "silu" if op.name == "silu" else "sigmoid"
         return _Activated(kind, op.input, nodes, _rounding("activation", top), problem)
     if op.name in _OTHER_ACTIVATIONS:
-        problem = Miss("norm", Reason.ACTIVATION, top.node, "silu or sigmoid of the gate", op.name)
+        advice = "only silu and sigmoid gates can be fused"
+        problem = Miss("norm", Reason.ACTIVATION, top.node, "silu or sigmoid of the gate", op.name, advice)
         return _Activated("silu", op.input, nodes, (), problem)
     for left, right in _factors(op):
         gate = peel(view, right)
@@ -377,7 +387,7 @@ def _check_repeats(node: Node, beside: Node) -> Miss | None:
     if shape and len(shape) < len(whole) and same_shape(shape, whole[len(whole) - len(shape) :]):
         return None
     expected = f"a vector over the last axis of {_show(whole)}"
-    return Miss("norm", Reason.WEIGHT_SHAPE, node, expected, _show(shape_of(node)))
+    return Miss("norm", Reason.WEIGHT_SHAPE, node, expected, _show(shape_of(node)), "give every head the same weight")
 
 
 def _show(shape: tuple[object, ...]) -> str:
@@ -388,7 +398,7 @@ def _check_full_shape(left: Node, right: Node, product: Node) -> Miss | None:
     if same_shape(shape_of(left), shape_of(right)):
         return None
     expected = f"a gate of the norm's shape {_show(shape_of(left))}"
-    return Miss("norm", Reason.LAYOUT, product, expected, _show(shape_of(right)))
+    return Miss("norm", Reason.LAYOUT, product, expected, _show(shape_of(right)), "give every value a gate of its own")
 
 
 def _rounding(point: str, peeled: Peeled) -> tuple[str, ...]:
@@ -398,7 +408,8 @@ def _rounding(point: str, peeled: Peeled) -> tuple[str, ...]:
 
 def _rounding_miss(node: Node, peeled: Peeled) -> Miss:
     chain = " then ".join(dtype_name(dtype) for dtype in peeled.dtypes)
-    return Miss("norm", Reason.ROUNDING, node, "at most one rounding, to bfloat16 or float16", chain)
+    advice = "compute in float32 and cast once to the model's dtype"
+    return Miss("norm", Reason.ROUNDING, node, "at most one rounding, to bfloat16 or float16", chain, advice)
 
 
 def _factors(op: CanonicalOp) -> Iterator[tuple[Node, Node]]:

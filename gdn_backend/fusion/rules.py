@@ -150,7 +150,8 @@ def _check_mapping(
     if hidden_size is None:
         expected = f"rows of whole norms of {norm.norm_size} and whole groups of {quant.group_size}"
         actual = f"shapes {', '.join(str(list(map(str, shape_of(node)))) for node in (*quant.path[:1], norm.output))}"
-        return Miss("layout", Reason.LAYOUT, quant.path[0] if quant.path else quant.codes, expected, actual)
+        advice = "merge the heads into rows before the quantisation, or choose groups that divide a row"
+        return Miss("layout", Reason.LAYOUT, quant.path[0] if quant.path else quant.codes, expected, actual, advice)
     if facts.granularity == "group" and quant.group_size not in group_sizes:
         enabled = ", ".join(map(str, sorted(group_sizes)))
         wanted = sorted({*group_sizes, quant.group_size})

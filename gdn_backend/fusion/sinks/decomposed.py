@@ -26,6 +26,7 @@ from gdn_backend.ops.spec import QuantSpec, Step, dtype_name
 SINK = "decomposed"
 _ALL_FP8 = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_e4m3", "float8_e5m2")))
 _READS_SHAPE = frozenset(("size", "dim", "numel", "stride", "is_contiguous", "ndimension", "element_size", "nelement"))
+_STATIC_ADVICE = "the fused op computes its scales; use dynamic activation quantisation"
 _SEARCH_LIMIT = 64  # nodes looked at to tell a scale from the data from a scale that is given
 
 
@@ -68,9 +69,7 @@ def find_decomposed(view: GraphView, node: Node) -> Candidate | None:
     cast = _read_cast(view, op.input)
     scaling = view.op(cast.scaled)
     if scaling.name not in ("mul", "div") or tensor_of(scaling.get("other")) is None:
-        miss = Miss("quant", Reason.STATIC_SCALE, cast.scaled, "a division by a scale from the data", f"{scaling.name}")
-        scaled = scaling.name in ("mul", "div")
-        return Candidate(node, SINK, (scaling.input, op.input) if scaled else (op.input,), miss)
+        return Candidate(node, SINK, *_scaled_otherwise(scaling))
     orders = [(scaling.input, scaling.args["other"])]
     if scaling.name == "mul":
         orders.append((scaling.args["other"], scaling.input))
@@ -81,13 +80,29 @@ def find_decomposed(view: GraphView, node: Node) -> Candidate | None:
     for data, outcome in outcomes:
         if outcome is not None and not isinstance(outcome, _Chain):
             return Candidate(node, SINK, (data,), outcome)
-    data_paths = (*(data for data, _ in outcomes), op.input)
+    data_paths = (*(data for data, _ in outcomes), cast.scaled)
     return Candidate(node, SINK, data_paths, _static_scale(orders[0][1]))
 
 
+def _scaled_otherwise(scaling: CanonicalOp) -> tuple[tuple[Node, ...], Miss]:
+    """The data paths and the miss of a cast that no tensor scales."""
+    expected, name, node = "codes made by a division by a scale from the data", scaling.name, scaling.node
+    if tensor_of(scaling.get("other")) is not None and name.startswith("div"):  # div_with_options: a rounding mode
+        return (scaling.input,), _formula_miss(node, expected, "a division that rounds to integers")
+    scaled = name in ("mul", "div")
+    actual = f"{name} with {scaling.get('other')}" if scaled else "a cast without a scale"
+    miss = Miss("quant", Reason.STATIC_SCALE, node, expected, actual, _STATIC_ADVICE)
+    return ((scaling.input, node) if scaled else (node,)), miss
+
+
 def _static_scale(factor: Node) -> Miss:
-    advice = "the fused op computes its scales; use dynamic activation quantisation"
-    return Miss("quant", Reason.STATIC_SCALE, factor, "a scale computed from the data", "a scale that is given", advice)
+    expected, actual = "a scale computed from the data", "a scale that is given"
+    return Miss("quant", Reason.STATIC_SCALE, factor, expected, actual, _STATIC_ADVICE)
+
+
+def _formula_miss(node: Node, expected: str, actual: str) -> Miss:
+    advice = "write the quantisation as gdn_backend.ops.fp8_quant has it, or call that"
+    return Miss("quant", Reason.SCALE_FORMULA, node, expected, actual, advice)
 
 
 def _read_cast(view: GraphView, value: Node) -> _Cast:
@@ -109,14 +124,20 @@ def _read_cast(view: GraphView, value: Node) -> _Cast:
             if isinstance(bound, int | float) and side not in bounds:
                 bounds[side] = float(bound)
             elif bound is not None:
-                problem = Miss("quant", Reason.SCALE_FORMULA, top.node, "one clamp between numbers", f"{side}={bound}")
+                problem = _formula_miss(top.node, "one clamp between numbers", f"{side}={bound}")
         value = op.input
     if bounds and bounds.get("min") != -bounds.get("max", 0.0):
         actual = f"a clamp to [{bounds.get('min')}, {bounds.get('max')}]"
-        problem = problem or Miss("quant", Reason.FP8_FORMAT, top.node, "a clamp to [-m, m]", actual)
+        advice = "clamp to both limits of the FP8 dtype"
+        problem = problem or Miss("quant", Reason.FP8_FORMAT, top.node, "a clamp to [-m, m]", actual, advice)
     if len(set(dtypes)) > 1:
         actual = " and ".join(dtype_name(dtype) for dtype in dict.fromkeys(dtypes))
-        problem = problem or Miss("quant", Reason.ROUNDING, top.node, "at most one rounding before the codes", actual)
+        expected, advice = "at most one rounding before the codes", "divide and clamp in float32"
+        problem = problem or Miss("quant", Reason.ROUNDING, top.node, expected, actual, advice)
+    for dtype in dtypes:  # a limit between two values of the narrow dtype acts otherwise before its rounding than after
+        if any(float(torch.tensor(bound, dtype=dtype)) != bound for bound in bounds.values()):
+            expected, advice = f"a clamp to a limit that {dtype_name(dtype)} has", "divide and clamp in float32"
+            problem = problem or Miss("quant", Reason.ROUNDING, top.node, expected, f"{bounds}", advice)
     return _Cast(top.node, bounds.get("max"), dtypes[0] if dtypes else None, (*nodes, top.node), problem)
 
 
@@ -134,7 +155,7 @@ def _read_scale(view: GraphView, factor: Node) -> _Chain | Miss | None:
             if not _depends_on_magnitude(view, node):
                 return None
             actual = link.actual if link is not None else op.name
-            return Miss("quant", Reason.SCALE_FORMULA, node, "a scale made of known steps from amax", actual)
+            return _formula_miss(node, "a scale made of known steps from amax", actual)
         links.append(link)
         node = view.op(link.inside[-1]).input if link.inside else op.input
 
@@ -185,7 +206,7 @@ def _clamp_steps(op: CanonicalOp, dtype: torch.dtype) -> tuple[Step, ...] | Miss
         if isinstance(bound, int | float):
             steps.append((name, float(torch.tensor(float(bound), dtype=dtype))))
         elif bound is not None:
-            return Miss("quant", Reason.SCALE_FORMULA, op.node, "a clamp at a number", f"a clamp at {bound}")
+            return _formula_miss(op.node, "a clamp at a number", f"a clamp at {bound}")
     return tuple(steps)
 
 
@@ -204,7 +225,7 @@ def _close_chain(view: GraphView, reduction: CanonicalOp, links: list[_Link]) ->
     absolute = peel_exact(view, reduction.input)
     if view.op(absolute.node).name != "abs":
         actual = f"a maximum of {view.op(absolute.node).name}"
-        return Miss("quant", Reason.SCALE_FORMULA, reduction.node, "a maximum of absolute values", actual)
+        return _formula_miss(reduction.node, "a maximum of absolute values", actual)
     inside = (reduction.node, *absolute.trail, absolute.node)
     extra = tuple(node for node in inside if node is not links[-1].node)
     return _Chain(tuple(reversed(links)), reduction, absolute.node, reduction.input, extra)
@@ -283,21 +304,22 @@ def _check_groups(chain: _Chain, measured: Peeled, value: Peeled, data: Node) ->
     grouped = shape_of(chain.grouped)
     dims = chain.magnitude.get("dims")
     last = len(grouped) - 1
+    advice = "quantise in groups along the last axis, or per token"
     if dims is None or (len(dims) == len(grouped) and len(shape_of(value.node)) > 1):
-        advice = "quantise in groups along the last axis, or per token"
         actual = "one scale for the whole tensor"
         return Miss("quant", Reason.PER_TENSOR, chain.magnitude.node, "one scale a group", actual, advice)
     if dims != (last,):
         actual = f"axes {list(dims)}"
-        return Miss("quant", Reason.GROUP_SHAPE, chain.magnitude.node, f"groups along axis {last}", actual)
+        return Miss("quant", Reason.GROUP_SHAPE, chain.magnitude.node, f"groups along axis {last}", actual, advice)
     if static_int(grouped[-1]) is None:
-        return Miss("quant", Reason.GROUP_SHAPE, chain.grouped, "groups of fixed size", f"{grouped[-1]}")
+        return Miss("quant", Reason.GROUP_SHAPE, chain.grouped, "groups of fixed size", f"{grouped[-1]}", advice)
     if measured.node is not value.node:
         actual = f"the magnitudes of {measured.node.name} and the codes of {value.node.name}"
-        return Miss("quant", Reason.SCALE_FORMULA, chain.magnitude.node, "scale and codes from one value", actual)
+        return _formula_miss(chain.magnitude.node, "scale and codes from one value", actual)
     factor = shape_of(chain.links[-1].node)
     shape = shape_of(data)
     if not same_shape(factor, (*shape[:-1], 1)) or static_int(shape[-1]) != static_int(grouped[-1]):
         expected = f"a factor of shape {[*map(str, shape[:-1]), '1']}"
-        return Miss("quant", Reason.GROUP_SHAPE, chain.links[-1].node, expected, f"{[str(size) for size in factor]}")
+        actual = f"{[str(size) for size in factor]}"
+        return Miss("quant", Reason.GROUP_SHAPE, chain.links[-1].node, expected, actual, advice)
     return None
