@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._sympy.functions import FloorDiv
 
 Size = int | torch.SymInt
 
@@ -32,11 +33,18 @@ def shape_of(node: Node) -> tuple[Size, ...]:
 
 
 def static_int(size: Size) -> int | None:
-    """``size`` as a plain int where it is one whatever the inputs, else None."""
+    """``size`` as a plain int where it is one whatever the inputs, else None.
+
+    A view of s rows of 128 as ``(-1, 4, 128)`` has a last axis of ``32 * (s // (s // 4))``, which is 128 for every s
+    that the view takes: the size that it has for the traced inputs is tried (a hint installs no guard).
+    """
     if isinstance(size, int):
         return size
     expression = size.node.expr
-    return int(expression) if expression.is_number else None
+    if expression.is_number:
+        return int(expression)
+    hint = size.node.hint if expression.has(FloorDiv) else None
+    return hint if isinstance(hint, int) and statically_known_true(size == hint) else None
 
 
 def same_size(left: Size, right: Size) -> bool:

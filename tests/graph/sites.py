@@ -16,8 +16,6 @@ from torch.nn import functional as F
 HEADS, HEAD_DIM, GROUP = 4, 128, 128
 HIDDEN = HEADS * HEAD_DIM
 FP8 = torch.float8_e4m3fn
-FP8_MAX = 448.0
-EPS = 1e-6
 
 Step = Callable[[Any], Any]
 
@@ -26,7 +24,7 @@ BASE: dict[str, Step] = {
     "h": lambda c: c.x.float(),
     "square": lambda c: c.h.pow(2),
     "mean": lambda c: c.square.mean(-1, keepdim=True),
-    "variance": lambda c: c.mean + EPS,
+    "variance": lambda c: c.mean + 1e-6,
     "root": lambda c: torch.rsqrt(c.variance),
     "norm": lambda c: c.h * c.root,
     "narrow": lambda c: c.norm.to(c.x.dtype),
@@ -40,11 +38,11 @@ BASE: dict[str, Step] = {
     "magnitude": lambda c: c.groups.abs(),
     "amax": lambda c: c.magnitude.amax(-1, keepdim=True),
     "wide": lambda c: c.amax.float(),
-    "unfloored": lambda c: c.wide / FP8_MAX,
-    "scale": lambda c: c.unfloored.clamp(min=1.0 / (FP8_MAX * 512.0)),
+    "unfloored": lambda c: c.wide / 448.0,
+    "scale": lambda c: c.unfloored.clamp(min=1.0 / (448.0 * 512.0)),
     "data": lambda c: c.groups.float(),
     "scaled": lambda c: c.data / c.scale,
-    "clamped": lambda c: c.scaled.clamp(-FP8_MAX, FP8_MAX),
+    "clamped": lambda c: c.scaled.clamp(-448.0, 448.0),
     "codes": lambda c: c.clamped.to(FP8),
     "result": lambda c: (c.codes.view(-1, HIDDEN), c.scale.squeeze(-1)),
 }
@@ -64,6 +62,14 @@ class Values:
     """The values of a running site."""
 
 
+def run_steps(steps: dict[str, Step], x: Any, z: Any, w: Any, *more: Any) -> Any:
+    c = Values()
+    c.x, c.z, c.w, c.more = x, z, w, more
+    for name, step in steps.items():
+        setattr(c, name, step(c))
+    return c.result
+
+
 class Site(nn.Module):
     """``site(x, z, *more)``: the steps in order; ``more`` are further inputs, ``c.more``."""
 
@@ -73,11 +79,7 @@ class Site(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point())
 
     def forward(self, x: torch.Tensor, z: torch.Tensor, *more: Any) -> Any:
-        c = Values()
-        c.x, c.z, c.w, c.more = x, z, self.weight, more
-        for name, step in self.steps.items():
-            setattr(c, name, step(c))
-        return c.result
+        return run_steps(self.steps, x, z, self.weight, *more)
 
 
 def site(
@@ -95,9 +97,12 @@ def make_weight(size: int = HEAD_DIM, dtype: torch.dtype = torch.bfloat16) -> to
 
 
 def make_inputs(
-    tokens: int = 3, dtype: torch.dtype = torch.bfloat16, gate_dtype: torch.dtype | None = None, head_dim: int = HEAD_DIM,
+    tokens: int = 3,
+    dtype: torch.dtype = torch.bfloat16,
+    gate_dtype: torch.dtype | None = None,
+    head_dim: int = HEAD_DIM,
     heads: int = HEADS,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x and z ``[T * H, D]``."""
     x, z = (torch.randn(tokens * heads, head_dim) for _ in range(2))
     return x.to(dtype), z.to(gate_dtype or dtype)

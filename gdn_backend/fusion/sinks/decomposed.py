@@ -12,7 +12,7 @@ it; the stored scale is the first value of that chain that anyone else reads.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
@@ -20,12 +20,13 @@ from torch.fx import Node
 from gdn_backend.fusion.match import Candidate, Miss, Quantisation, Reason
 from gdn_backend.fusion.walk import LOW_PRECISION, Peeled, dtype_of, peel, peel_exact
 from gdn_backend.graph.canonical import CanonicalOp, GraphView
-from gdn_backend.graph.shapes import same_shape, shape_of, static_int, tensor_of
+from gdn_backend.graph.shapes import same_shape, shape_of, static_int, tensor_of, value_of
 from gdn_backend.ops.spec import QuantSpec, Step, dtype_name
 
 SINK = "decomposed"
 _ALL_FP8 = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_e4m3", "float8_e5m2")))
 _READS_SHAPE = frozenset(("size", "dim", "numel", "stride", "is_contiguous", "ndimension", "element_size", "nelement"))
+_SYMBOLIC_ADVICE = "torch.compile(dynamic=True) makes floats of modules and globals symbolic: write it as a literal"
 _STATIC_ADVICE = "the fused op computes its scales; use dynamic activation quantisation"
 _SEARCH_LIMIT = 64  # nodes looked at to tell a scale from the data from a scale that is given
 
@@ -155,9 +156,19 @@ def _read_scale(view: GraphView, factor: Node) -> _Chain | Miss | None:
             if not _depends_on_magnitude(view, node):
                 return None
             actual = link.actual if link is not None else op.name
-            return _formula_miss(node, "a scale made of known steps from amax", actual)
+            miss = _formula_miss(node, "a scale made of known steps from amax", actual)
+            return (
+                replace(miss, actual=f"{actual} by a symbolic number", advice=_SYMBOLIC_ADVICE)
+                if _symbolic(op)
+                else miss
+            )
         links.append(link)
         node = view.op(link.inside[-1]).input if link.inside else op.input
+
+
+def _symbolic(op: CanonicalOp) -> bool:
+    operands = (op.get("other"), op.get("min"), op.get("max"))
+    return any(isinstance(operand, Node) and isinstance(value_of(operand), torch.SymFloat) for operand in operands)
 
 
 def _read_link(op: CanonicalOp) -> _Link | Miss | None:
