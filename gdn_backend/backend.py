@@ -44,19 +44,9 @@ def gdn_rocm(
     settings = resolve_settings(mode, options)
     check_requested(settings.kernel)
     report, originals = _fuse_in_place(gm, settings, store.new_graph_id())
-    if settings.strict and settings.enabled and report.sites and not report.num_fused:
-        _publish(report, settings)
-        raise NothingFusedError("; ".join(f"{site.module or site.source}: {site.detail}" for site in report.sites))
-    try:
-        compiled = _compile_with_inductor(gm, example_inputs, settings, report)
-    except (RestartAnalysis, SkipFrame, Unsupported):
-        raise  # Dynamo's own signals: it traces the frame again, or leaves it to eager
-    except Exception as error:
-        if settings.strict or not originals:
-            raise
-        swap_in(originals)
-        report = _failure(gm, report.graph_id, "Inductor failed on the fused graph", error)
-        compiled = _compile_with_inductor(gm, example_inputs, settings, report)
+    if settings.strict:
+        _check_fused(report, settings)
+    compiled, report = _compile(gm, example_inputs, settings, report, originals)
     _publish(report, settings)
     return compiled
 
@@ -154,9 +144,34 @@ def _publish(report: FusionReport, settings: Settings) -> None:
     show(report, settings.report)
 
 
-def _compile_with_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, report: FusionReport
-) -> Any:
+def _check_fused(report: FusionReport, settings: Settings) -> None:
+    """Raises NothingFusedError where there was something to fuse and nothing was, unless fusion is turned off."""
+    if settings.enabled and report.sites and not report.num_fused:
+        _publish(report, settings)
+        raise NothingFusedError("; ".join(f"{site.module or site.source}: {site.detail}" for site in report.sites))
+
+
+def _compile(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    settings: Settings,
+    report: FusionReport,
+    originals: list[GraphCopy],
+) -> tuple[Any, FusionReport]:
+    """Inductor's result for ``gm``, or for its ``originals`` where Inductor fails on what the passes made of it."""
+    try:
+        return _run_inductor(gm, example_inputs, settings, report), report
+    except (RestartAnalysis, SkipFrame, Unsupported):
+        raise  # Dynamo's own signals: it traces the frame again, or leaves it to eager
+    except Exception as error:
+        if settings.strict or not originals:
+            raise
+        swap_in(originals)
+        report = _failure(gm, report.graph_id, "Inductor failed on the fused graph", error)
+    return _run_inductor(gm, example_inputs, settings, report), report
+
+
+def _run_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, report: FusionReport) -> Any:
     """Inductor keeps fp32 between the ops that it fuses, which is not eager's result.
 
     On the CPU ``emulate_precision_casts`` makes it round where the graph does; a GPU's sites round in their own kernel.

@@ -48,7 +48,8 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Fusion
         with _unnoticed_by_dynamo(collect), fake_mode:
             _compile_apart(fake_model, collect)(*fake_args, **fake_kwargs)
     except Exception as error:
-        note = f"the trace on fake tensors ended early: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        note = f"the trace on fake tensors ended early, and what comes behind is not explained: {reason}"
         last = reports.pop() if reports else FusionReport(graph_id=0, num_nodes=0)
         reports.append(replace(last, notes=(*last.notes, note)))
     return reports

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from exactness import assert_exact
-from qwen_site import HEAD_DIM, HEADS, GatedNorm, Site, make_inputs, make_site, quantise
 from torch.fx import Graph, GraphModule
 
 import gdn_backend
 from gdn_backend import backend
 from gdn_backend.ops.dispatch import KernelUnavailableError
+from tests.exactness import assert_exact
+from tests.qwen_site import HEAD_DIM, HEADS, GatedNorm, Site, make_inputs, make_site, quantise
 
 Result = tuple[torch.Tensor, torch.Tensor]
 
@@ -367,7 +367,7 @@ def test_a_warm_disk_cache_serves_no_other_settings(tmp_path: Path) -> None:
     """After a process with fusion, one without it gets plain Inductor's codes, which are not eager's."""
     code = """
         import torch
-        from qwen_site import make_inputs, make_site
+        from tests.qwen_site import make_inputs, make_site
         import gdn_backend.backend
         gdn_backend.backend.register()
         torch.manual_seed(0)
@@ -378,7 +378,7 @@ def test_a_warm_disk_cache_serves_no_other_settings(tmp_path: Path) -> None:
     """
     environment = {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]),
     }
     fused, unfused = (int(run_python(code, tmp_path, GDN_ENABLED=enabled, **environment)) for enabled in ("1", "0"))
     assert fused <= 2

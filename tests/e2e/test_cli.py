@@ -12,7 +12,7 @@ from gdn_backend.cli import main
 
 MODEL = """
 import torch
-from qwen_site import make_inputs, make_site
+from tests.qwen_site import make_inputs, make_site
 
 def as_tuple():
     return make_site(), make_inputs()

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from qwen_site import Site, make_inputs, make_site
 from torch.fx import GraphModule
 
 import gdn_backend
+from tests.qwen_site import Site, make_inputs, make_site
 
 SHARED_CACHE: list[torch.Tensor] = []
 SHARED_MODEL = make_site()

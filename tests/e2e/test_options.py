@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from qwen_site import make_inputs, make_site
 
 from gdn_backend.options import Settings, describe, resolve_settings, unknown_variables
+from tests.qwen_site import make_inputs, make_site
 
 
 def test_defaults() -> None:

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import qwen_site
 import torch
-from qwen_site import GatedNorm, make_inputs, make_site
 from torch.fx import GraphModule
 
 import gdn_backend
@@ -25,6 +23,8 @@ from gdn_backend.options import Settings
 from gdn_backend.report import store
 from gdn_backend.report.model import FusionReport
 from gdn_backend.report.render import print_reports, show
+from tests import qwen_site
+from tests.qwen_site import GatedNorm, make_inputs, make_site
 
 SITE_FIELDS = (
     "status reason detail module source num_heads head_dim group_size granularity eps eps_symbolic activation "
