@@ -7,7 +7,6 @@ block of the weight, and one for each 128 activations of a token, computed as th
 from __future__ import annotations
 
 from collections.abc import Callable
-from fnmatch import fnmatch
 
 import torch
 from torch import nn
@@ -16,9 +15,9 @@ from gdn_backend.environment import default_fp8_dtype
 from gdn_backend.ops.block_linear import BLOCK_SIZE, block_scaled_linear
 from gdn_backend.ops.fp8_quant import fp8_quant
 
-#: Layers that block-FP8 checkpoints keep in full precision, as patterns of module paths: the output head, the routers
-#: (in some versions a linear layer called ``gate``) and the gates of one value a token.
-FULL_PRECISION = ("lm_head", "*.lm_head", "*.gate", "*.router", "*.shared_expert_gate", "*.in_proj_ba")
+#: Layers that block-FP8 checkpoints keep in full precision: the output head, the routers (in some versions a linear
+#: layer called ``gate``) and the projections to one value a head or a token.
+FULL_PRECISION = ("lm_head", "gate", "router", "shared_expert_gate", "in_proj_ba")
 
 
 def quantise_decomposed(x: torch.Tensor, fp8_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,7 +157,7 @@ def quantise_linears(
     Args:
         model: any module; layers that ``skip`` matches, and those whose sizes are not multiples of 128, stay.
         quantisation: see :class:`BlockFP8Linear`.
-        skip: patterns (as in :mod:`fnmatch`) of module paths to leave alone.
+        skip: names, without the path before them, of layers to leave alone.
 
     Returns:
         The paths of the linear layers that stayed as they were.
@@ -168,9 +167,9 @@ def quantise_linears(
         if not isinstance(module, nn.Linear):
             continue
         sizes_fit = module.in_features % BLOCK_SIZE == 0 and module.out_features % BLOCK_SIZE == 0
-        if not sizes_fit or any(fnmatch(path, pattern) for pattern in skip):
+        parent, _, name = path.rpartition(".")
+        if not sizes_fit or name in skip:
             left.append(path)
             continue
-        parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, BlockFP8Linear.from_linear(module, quantisation=quantisation))
     return left

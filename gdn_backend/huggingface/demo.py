@@ -10,7 +10,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,10 +79,11 @@ def run(parsed: argparse.Namespace) -> int:
     go to stdout. ``GDN_REPORT=off`` leaves the exit status, and on stderr the checks that failed.
     """
     style = resolve_settings().report if os.environ.get("GDN_REPORT") else "full"
-    say = _say if style != "off" else _say_nothing
+    say: Callable[[str], None] = (lambda text: None) if style == "off" else _say
     size = Qwen3NextSize(num_layers=parsed.layers)
     with contextlib.redirect_stdout(sys.stderr), _without_advice():
-        findings = _observe(parsed, size, style, say)
+        say(f"a Qwen3-Next of {parsed.layers} layers in block FP8 on {parsed.device}, {_versions_line()}")
+        findings = observe(size, parsed.device, parsed.quantisation, parsed.seeds, style, say)
     checks = check_findings(findings, size.num_gated_delta_layers)
     ok = all(check.ok for check in checks)
     if parsed.json:
@@ -133,37 +134,52 @@ def _check_logits(findings: Findings) -> Check:
     return Check("logits are as near to eager's as plain Inductor's", fused <= MAX_LOGIT_RATIO * inductor, detail)
 
 
-def _observe(parsed: argparse.Namespace, size: Qwen3NextSize, style: str, say: Any) -> Findings:
-    """Compile once, run every seed through eager, the backend and plain Inductor."""
+def observe(
+    size: Qwen3NextSize,
+    device: str = "cpu",
+    quantisation: str = "decomposed",
+    num_seeds: int = 1,
+    report_style: str = "off",
+    say: Callable[[str], None] = lambda text: None,
+) -> Findings:
+    """Run a model eagerly, through the backend and through plain Inductor; both compile once.
+
+    Args:
+        size, device, quantisation: of the model; see :func:`~gdn_backend.huggingface.models.build_qwen3_next`.
+        num_seeds: how many sets of weights and tokens to run.
+        report_style: ``gdn.report`` of the backend.
+        say: takes a line of text before each compilation.
+    """
     findings = Findings()
-    say(f"a Qwen3-Next of {size.num_layers} layers with block-FP8 linear layers on {parsed.device}, {_versions_line()}")
-    build = {"device": parsed.device, "quantisation": parsed.quantisation}
-    model = build_qwen3_next(size, seed=0, **build)
+    model = build_qwen3_next(size, seed=0, device=device, quantisation=quantisation)
     tapped = TappedModel(model)
-    fused = torch.compile(tapped, backend="gdn_rocm", fullgraph=True, options={"gdn.report": style})
+    fused = torch.compile(tapped, backend="gdn_rocm", fullgraph=True, options={"gdn.report": report_style})
     inductor = torch.compile(tapped, backend="inductor", fullgraph=True)
-    for seed in range(parsed.seeds):
+    for seed in range(num_seeds):
         if seed:
-            model.load_state_dict(build_qwen3_next(size, seed=seed, **build).state_dict())
+            other = build_qwen3_next(size, seed=seed, device=device, quantisation=quantisation)
+            model.load_state_dict(other.state_dict())
         with torch.no_grad():
             _observe_seed(seed, tapped, fused, inductor, findings, say)
     return findings
 
 
-def _observe_seed(seed: int, tapped: TappedModel, fused: Any, inductor: Any, findings: Findings, say: Any) -> None:
+def _observe_seed(
+    seed: int, tapped: TappedModel, fused: Any, inductor: Any, findings: Findings, say: Callable[[str], None]
+) -> None:
     device = next(tapped.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     shape = (BATCH_SIZE, PROMPT_TOKENS + DECODE_STEPS)
     tokens = torch.randint(tapped.vocab_size, shape, generator=generator).to(device)
     prompt, *steps = torch.split(tokens, [PROMPT_TOKENS, *[1] * DECODE_STEPS], dim=1)
     caches = [new_cache(tapped.model, max_tokens=shape[1]) for _ in range(3)]
-    with _stage(findings, "prefill", seed, say):
+    with _stage(findings, "prefill", say):
         logits = _run_fused(fused, prompt, caches[0], "prefill", tapped, findings)
     expected = tapped(prompt, caches[1])[0]
     for token in steps:
-        with _stage(findings, "decode", seed, say):
+        with _stage(findings, "decode", say):
             _run_fused(fused, token, caches[0], "decode", tapped, findings)
-    with _stage(findings, "plain Inductor", seed, say):
+    with _stage(findings, "plain Inductor", say):
         inductor_logits = inductor(prompt, caches[2])[0]
     findings.fused_logits.append(_distance(logits, expected))
     findings.inductor_logits.append(_distance(inductor_logits, expected))
@@ -188,7 +204,7 @@ def _mean(values: list[float]) -> float:
 
 
 @contextlib.contextmanager
-def _stage(findings: Findings, name: str, seed: int, say: Any) -> Any:
+def _stage(findings: Findings, name: str, say: Callable[[str], None]) -> Iterator[None]:
     """Time the first run of a stage, which compiles."""
     is_first = name not in findings.seconds
     if is_first:
@@ -200,7 +216,7 @@ def _stage(findings: Findings, name: str, seed: int, say: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _without_advice() -> Any:
+def _without_advice() -> Iterator[None]:
     """Silence what transformers and Dynamo say about packages that would make eager faster."""
     from transformers.utils import logging
 
@@ -251,7 +267,3 @@ def _line(check: Check) -> str:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def _say_nothing(text: str) -> None:
-    """What ``GDN_REPORT=off`` asks for."""

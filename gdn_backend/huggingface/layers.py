@@ -8,6 +8,7 @@ read, and a fused layer can be compared with eager byte by byte.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +55,6 @@ class LayerForm:
     settings: Mapping[str, Any] = field(repr=False)
     projection: str = "out_proj"
     num_sites: int = 1
-    initialise: Callable[[Any], None] | None = None
 
 
 def _form(name: str, stem: str, layer: str, settings: Mapping[str, Any], **rest: Any) -> LayerForm:
@@ -72,8 +72,8 @@ LAYER_FORMS: tuple[LayerForm, ...] = (
     _form("qwen4_exp, sigmoid", "Qwen4ExpText", "GatedDeltaNet", {**_GATED_DELTA, "output_gate_type": "sigmoid"},
           module="qwen4_exp"),
     _form("olmo_hybrid", "OlmoHybrid", "GatedDeltaNet",
-          {**_GATED_DELTA, "num_attention_heads": 30, "linear_num_key_heads": 30, "linear_num_value_heads": 30,
-           "linear_key_head_dim": 32, "linear_value_head_dim": 192}, projection="o_proj"),
+          {**_GATED_DELTA, "linear_num_key_heads": 10, "linear_num_value_heads": 10, "linear_key_head_dim": 32,
+           "linear_value_head_dim": 192}, projection="o_proj"),
     _form("kimi_linear", "KimiLinear", "DeltaAttention", _DELTA_ATTENTION, projection="o_proj"),
     _form("glm5_next", "Glm5NextText", "LinearAttention", _DELTA_ATTENTION, projection="o_proj"),
     _form("bailing_hybrid", "BailingHybrid", "DeltaAttention",
@@ -111,11 +111,7 @@ class QuantisedActivation(nn.Module):
 
 def is_available(form: LayerForm) -> bool:
     """Whether the installed transformers has the model family."""
-    try:
-        importlib.import_module(f"transformers.models.{form.module}.modeling_{form.module}")
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec(f"transformers.models.{form.module}") is not None
 
 
 def build_layer(
@@ -137,7 +133,10 @@ def build_layer(
     config._attn_implementation = "eager"
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        layer = getattr(modeling, form.layer_class)(config, layer_idx=0).to(dtype).eval()
+        layer = getattr(modeling, form.layer_class)(config, layer_idx=0)
+        if hasattr(modeling, "compute_mup_vector"):  # Falcon's model gives this to its layers
+            layer.register_buffer("mup_vector", modeling.compute_mup_vector(config))
+        layer = layer.to(dtype).eval()
         for name, parameter in layer.named_parameters():
             is_norm = name.endswith("norm.weight")
             parameter.uniform_(0.5, 1.5) if is_norm else parameter.uniform_(-0.2, 0.2)

@@ -1,0 +1,201 @@
+"""How much of a compilation the backend's own passes take, and how that grows with the model.
+
+    python scripts/bench_compile.py                     a cold compile of the demo model (4 layers): the passes' share
+    python scripts/bench_compile.py --layers 4 12 48    the same for deeper models of the same widths (slow)
+    python scripts/bench_compile.py --trace-only        12 and 48 layers: the passes alone, on the graphs of Dynamo
+
+A share of 1% or more, or 48 layers that cost more than 4.5 times 12, ends with exit status 1. Every result goes to a
+file under ``scripts/results/``, with date, device and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+
+import gdn_backend
+from gdn_backend.backend import gdn_rocm, report_graph
+from gdn_backend.huggingface.models import Qwen3NextSize, build_qwen3_next, cache_argument, new_cache
+from gdn_backend.options import Settings
+
+BATCH_SIZE, PROMPT_TOKENS = 2, 24
+MAX_SHARE = 0.01
+DEEP, SHALLOW, MAX_GROWTH = 48, 12, 4.5
+REPEATS = 7  # of the passes on one captured graph
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", metavar="N", help="default 4, or 12 and 48 with --trace-only")
+    parser.add_argument("--trace-only", action="store_true", help="time the passes alone, with nothing behind them")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="folder of the result")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    parsed = parser.parse_args()
+    layers = parsed.layers or ([SHALLOW, DEEP] if parsed.trace_only else [4])
+    if parsed.one:
+        print(json.dumps(compile_cold(layers[0], parsed.device)))
+        return 0
+    if parsed.trace_only:
+        measure_traced(4, parsed.device)  # the first graph of a process pays for imports
+        rows = [_shown(measure_traced(count, parsed.device)) for count in layers]
+    else:
+        rows = [_shown(_compile_in_new_process(count, parsed.device)) for count in layers]
+    failures = judge(rows)
+    name = f"compile_{'trace' if parsed.trace_only else 'cold'}_{parsed.device.partition(':')[0]}.json"
+    parsed.out.mkdir(parents=True, exist_ok=True)
+    (parsed.out / name).write_text(json.dumps(_described(rows, failures, parsed.device), indent=2) + "\n")
+    print("\n".join(failures) or f"all limits held; {parsed.out / name}")
+    return 1 if failures else 0
+
+
+def compile_cold(num_layers: int, device: str) -> dict[str, Any]:
+    """Compile a prefill with nothing cached; milliseconds of the passes and of the whole first call."""
+    inductor_seconds = []
+    run = _prefill(num_layers, device, _timing_inductor(inductor_seconds))
+    start = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - start
+    report = gdn_backend.last_report()
+    assert report is not None, "the backend was not called"
+    return {
+        **_row(num_layers, report.num_nodes, report.num_fused, dict(report.timings_ms)),
+        "first_call_ms": round(seconds * 1e3, 1),
+        "share": round(report.timings_ms["total"] / (seconds * 1e3), 5),
+        # Everything that the backend does around Inductor, drawing the report and importing included.
+        "around_inductor_ms": round(inductor_seconds[0] - inductor_seconds[1], 1),
+    }
+
+
+def measure_traced(num_layers: int, device: str) -> dict[str, Any]:
+    """Milliseconds of the passes on a prefill graph as Dynamo captured it, in the fastest of several runs."""
+    reports = []
+
+    def passes_only(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        reports.extend(report_graph(gm, Settings(), graph_id) for graph_id in range(REPEATS))
+        return gm.forward
+
+    torch._dynamo.reset()
+    _prefill(num_layers, device, passes_only)()
+    totals = [report.timings_ms["total"] for report in reports]
+    fastest = reports[totals.index(min(totals))]
+    return {
+        **_row(num_layers, fastest.num_nodes, fastest.num_fused, dict(fastest.timings_ms)),
+        "median_ms": round(statistics.median(totals), 3),
+    }
+
+
+def judge(rows: list[dict[str, Any]]) -> list[str]:
+    """What was not held to: one line for each limit that a row or a pair of rows is over."""
+    failures = [
+        f"{row['num_layers']} layers: the passes took {row['share']:.2%} of the compilation, at most {MAX_SHARE:.0%}"
+        for row in rows
+        if row.get("share", 0) >= MAX_SHARE
+    ]
+    failures += [
+        f"{row['num_layers']} layers: {row['num_fused']} of {row['num_sites']} sites fused"
+        for row in rows
+        if row["num_fused"] != row["num_sites"]
+    ]
+    totals = {row["num_layers"]: row["timings_ms"]["total"] for row in rows}
+    if SHALLOW in totals and DEEP in totals and totals[DEEP] > MAX_GROWTH * totals[SHALLOW]:
+        growth = totals[DEEP] / totals[SHALLOW]
+        failures.append(f"{DEEP} layers cost {growth:.2f} times {SHALLOW} layers, at most {MAX_GROWTH}")
+    return failures
+
+
+def _prefill(num_layers: int, device: str, backend: Callable[..., Any]) -> Callable[[], Any]:
+    """A call of the demo model at this depth, compiled when it is first made."""
+    model = build_qwen3_next(Qwen3NextSize(num_layers=num_layers), device=device)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    tokens = torch.zeros(BATCH_SIZE, PROMPT_TOKENS, dtype=torch.long, device=device)
+    cache = {cache_argument(model): new_cache(model, max_tokens=PROMPT_TOKENS)}
+
+    def run() -> Any:
+        with torch.no_grad():
+            return compiled(input_ids=tokens, use_cache=True, **cache)
+
+    return run
+
+
+def _timing_inductor(milliseconds: list[float]) -> Callable[..., Any]:
+    """The backend, noting how long a call of it took and how much of that was Inductor."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def timed_inductor(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = compile_fx(*args, **kwargs)
+        milliseconds.append((time.perf_counter() - start) * 1e3)
+        return result
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        start = time.perf_counter()
+        with mock.patch("torch._inductor.compile_fx.compile_fx", timed_inductor):
+            result = gdn_rocm(gm, example_inputs)
+        milliseconds.insert(0, (time.perf_counter() - start) * 1e3)
+        return result
+
+    return backend
+
+
+def _compile_in_new_process(num_layers: int, device: str) -> dict[str, Any]:
+    """:func:`compile_cold` where nothing was compiled before and no cache is found."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, __file__, "--one", "--layers", str(num_layers), "--device", device]
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": f"{cache}/triton"}
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _row(num_layers: int, num_nodes: int, num_fused: int, timings_ms: dict[str, float]) -> dict[str, Any]:
+    return {
+        "num_layers": num_layers,
+        "num_nodes": num_nodes,
+        "num_sites": Qwen3NextSize(num_layers=num_layers).num_gated_delta_layers,
+        "num_fused": num_fused,
+        "timings_ms": timings_ms,
+    }
+
+
+def _shown(row: dict[str, Any]) -> dict[str, Any]:
+    text = f"{row['num_layers']:3} layers, {row['num_nodes']:6,} nodes: passes {row['timings_ms']['total']:8.1f} ms"
+    if "share" in row:
+        text += f", {row['share']:.3%} of a first call of {row['first_call_ms'] / 1e3:.1f} s"
+    print(text, flush=True)
+    return row
+
+
+def _described(rows: list[dict[str, Any]], failures: list[str], device: str) -> dict[str, Any]:
+    is_gpu = torch.device(device).type == "cuda"
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(device) if is_gpu else f"{platform.machine()}, {os.cpu_count()} cores",
+        "versions": {
+            "gdn_backend": gdn_backend.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "tokens": [BATCH_SIZE, PROMPT_TOKENS],
+        "rows": rows,
+        "failures": failures,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
