@@ -15,6 +15,7 @@ from typing import Any
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 from torch.fx import GraphModule
 
+from gdn_backend.environment import inductor_rounds_on_cpu
 from gdn_backend.graph.module import GraphCopy, copy_graphs, swap_in
 from gdn_backend.graph.reshape import fold_reshapes
 from gdn_backend.graph.rewrite import fuse_site
@@ -174,12 +175,14 @@ def _compile(
 def _run_inductor(gm: GraphModule, example_inputs: Sequence[Any], settings: Settings, report: FusionReport) -> Any:
     """Inductor keeps fp32 between the ops that it fuses, which is not eager's result.
 
-    On the CPU ``emulate_precision_casts`` makes it round where the graph does; a GPU's sites round in their own kernel.
+    On the CPU ``emulate_precision_casts`` makes it round where the graph does, in a torch that has that; on a GPU each
+    site rounds in its own kernel.
     """
     from torch._inductor.compile_fx import compile_fx
 
     patches = dict(settings.inductor)
-    if any(site.status == "fused" and site.device == "cpu" for site in report.sites):
+    is_on_cpu = any(site.status == "fused" and site.device == "cpu" for site in report.sites)
+    if is_on_cpu and inductor_rounds_on_cpu():
         patches.setdefault("emulate_precision_casts", True)
     return compile_fx(gm, list(example_inputs), config_patches=patches)
 

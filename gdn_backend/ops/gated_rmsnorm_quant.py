@@ -15,6 +15,7 @@ import operator
 from typing import Any
 
 import torch
+from torch.types import Number  # "Scalar" in a schema; a symbolic float passed to a "float" would be guarded on
 
 from gdn_backend import environment
 from gdn_backend.kernels.reference import reference
@@ -30,7 +31,7 @@ def gated_rmsnorm_fp8_quant_op(
     gate: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    eps: float,
+    eps: Number,
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The op in graphs. On the CPU it is the reference, whatever kernel ``call`` names.
@@ -38,16 +39,16 @@ def gated_rmsnorm_fp8_quant_op(
     Args:
         x, gate: any shape and strides whose values in row-major order are T rows of ``spec.hidden_size``.
         weight, bias: ``[W]`` with W a divisor of ``spec.hidden_size``, or None.
-        eps: a float, symbolic under ``torch.compile(dynamic=True)``.
+        eps: a number; symbolic under ``torch.compile(dynamic=True)``.
         call: the string of :func:`~gdn_backend.ops.call.encode_call`.
 
     Returns:
         codes and scales as :func:`~gdn_backend.ops.outputs.allocate_outputs` describes them.
     """
     spec, kernel = decode_call(call)
-    if x.device.type == "cpu":
+    if x.device.type == "cpu" and environment.inductor_rounds_on_cpu():
         return reference(x, gate, weight, bias, eps, spec)
-    if kernel == "triton":
+    if kernel == "triton" and x.device.type != "cpu":
         return _launch_triton(x, gate, weight, bias, eps, spec)
     opaque = torch.ops.gdn_backend
     if kernel == "aiter":
@@ -82,7 +83,7 @@ def aiter_op(
     gate: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    eps: float,
+    eps: Number,
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The fused op by AITER's kernel, which launches itself: nothing that Inductor could look into."""
@@ -98,17 +99,17 @@ def reference_op(
     gate: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
-    eps: float,
+    eps: Number,
     call: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fused op by the reference, operation by operation, for a GPU: exact, because Inductor does not fuse it."""
+    """The fused op by the reference, operation by operation: exact, because Inductor does not fuse it."""
     return reference(x, gate, weight, bias, eps, decode_call(call)[0])
 
 
 @aiter_op.register_fake
 @reference_op.register_fake
 def _fake(
-    x: torch.Tensor, gate: torch.Tensor, weight: Any, bias: Any, eps: float, call: str
+    x: torch.Tensor, gate: torch.Tensor, weight: Any, bias: Any, eps: Number, call: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return allocate_outputs(x, decode_call(call)[0])
 
@@ -164,17 +165,17 @@ def gated_rmsnorm_fp8_quant(
         x.device,
         tuple(None if tensor is None else tensor.dtype for tensor in tensors.values()),
         tuple(None if tensor is None else operator.index(tensor.shape[0]) for tensor in (weight, bias)),
-        {
-            "hidden_size": hidden_size,
-            "head_dim": head_dim,
-            "norm_size": norm_size or head_dim,
-            "group_size": hidden_size if group_size is None else group_size,
-            "granularity": "token" if group_size is None else "group",
-            "activation": activation,
-            "norm_before_gate": norm_before_gate,
-            "weight_offset": float(weight_offset),
-            "roundings": tuple(roundings),
-        },
+        (
+            ("hidden_size", hidden_size),
+            ("head_dim", head_dim),
+            ("norm_size", norm_size or head_dim),
+            ("group_size", hidden_size if group_size is None else group_size),
+            ("granularity", "token" if group_size is None else "group"),
+            ("activation", activation),
+            ("norm_before_gate", norm_before_gate),
+            ("weight_offset", float(weight_offset)),
+            ("roundings", tuple(roundings)),
+        ),
         quant.arguments(),
         fp8_dtype,
     )
@@ -204,13 +205,13 @@ def _encode(
     device: torch.device,
     dtypes: tuple[Any, ...],
     parameter_sizes: tuple[int | None, ...],
-    fields: dict[str, Any],
+    fields: tuple[tuple[str, Any], ...],
     quant: tuple[Any, ...],
     fp8_dtype: torch.dtype | None,
 ) -> str:
     """The ``call`` string for plain values: the spec is made, and the kernel chosen, outside of any trace."""
     fp8_dtype = fp8_dtype or environment.default_fp8_dtype(device)
-    spec = FusedSpec(quant=QuantSpec(*quant), fp8_dtype=dtype_name(fp8_dtype), **fields)
+    spec = FusedSpec(quant=QuantSpec(*quant), fp8_dtype=dtype_name(fp8_dtype), **dict(fields))
     for name, size in zip(("weight", "bias"), parameter_sizes, strict=True):
         if size is not None and (size == 0 or spec.hidden_size % size):
             raise ValueError(f"{name} of {size} values does not repeat along a row of {spec.hidden_size}")

@@ -19,11 +19,15 @@ from torch.fx import Graph, GraphModule
 
 import gdn_backend
 from gdn_backend import backend
+from gdn_backend.environment import inductor_rounds_on_cpu
 from gdn_backend.ops.dispatch import KernelUnavailableError
 from tests.exactness import assert_exact
 from tests.qwen_site import HEAD_DIM, HEADS, GatedNorm, Site, make_inputs, make_site, quantise
 
 Result = tuple[torch.Tensor, torch.Tensor]
+
+#: What a graph with a fused site on the CPU is compiled with beside the user's settings.
+ON_CPU = {"emulate_precision_casts": True} if inductor_rounds_on_cpu() else {}
 
 
 @pytest.fixture(autouse=True)
@@ -81,6 +85,19 @@ def test_fuses_and_equals_eager() -> None:
     assert (report.num_fused, report.num_missed) == (1, 0)
 
 
+def test_where_inductor_cannot_round_the_op_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 is on the CPU; with nothing asked of it, Inductor would skip roundings here too."""
+    monkeypatch.setattr("gdn_backend.environment.inductor_rounds_on_cpu", lambda: False)
+    monkeypatch.setattr(backend, "inductor_rounds_on_cpu", lambda: False)
+    model, inputs = make_site(), make_inputs(64)
+    result = torch.compile(model, backend="gdn_rocm")(*inputs)
+    assert_equals_eager(result, model, *inputs)
+    report = gdn_backend.last_report()
+    assert report is not None
+    assert report.num_fused == 1
+    assert "skips roundings on the CPU" in report.sites[0].kernel_reason
+
+
 def test_the_matched_arithmetic_is_gone(inductor: FakeInductor) -> None:
     torch.compile(make_site(), backend="gdn_rocm")(*make_inputs())
     code = re.sub("'.*'", "", inductor.codes[0])  # the op's own argument names what it computes
@@ -132,13 +149,13 @@ def test_found_by_name_and_light_to_load(tmp_path: Path) -> None:
 def test_modes_reach_inductor(inductor: FakeInductor, mode: str | None) -> None:
     torch.compile(make_site(), backend="gdn_rocm", mode=mode)(*make_inputs())
     expected = torch._inductor.list_mode_options(mode) if mode else {}
-    assert inductor.patches == [{**expected, "emulate_precision_casts": True}]
+    assert inductor.patches == [{**expected, **ON_CPU}]
 
 
 def test_options_reach_inductor_without_our_own(inductor: FakeInductor) -> None:
     options = {"gdn.report": "off", "gdn.kernel": "reference", "max_autotune": True}
     torch.compile(make_site(), backend="gdn_rocm", options=options)(*make_inputs())
-    assert inductor.patches == [{"max_autotune": True, "emulate_precision_casts": True}]
+    assert inductor.patches == [{"max_autotune": True, **ON_CPU}]
 
 
 def test_the_users_choice_of_precision_casts_holds(inductor: FakeInductor) -> None:
