@@ -149,11 +149,12 @@ def new_layer_cache(layer: nn.Module) -> Any:
     """An empty cache for :func:`build_layer`'s layer."""
     from transformers import DynamicCache
 
-    return DynamicCache(config=layer.config)
+    config: Any = layer.config
+    return DynamicCache(config=config)
 
 
 def run_layer(layer: Callable[..., Any], hidden_states: torch.Tensor, cache: Any = None) -> Any:
     """Calls a layer, compiled or not, on ``hidden_states [B, S, hidden_size]``: codes and scales."""
-    forward = getattr(layer, "_orig_mod", layer).forward
+    forward = getattr(layer, "_orig_mod", layer).forward  # type: ignore[union-attr]
     name = next(name for name in ("cache", "cache_params") if name in inspect.signature(forward).parameters)
     return layer(hidden_states, **{name: cache})
