@@ -16,6 +16,20 @@ class LaunchConfig:
     units: int  # of one program, a power of two
     chunks: int  # of a piece that one thread holds
     num_warps: int
+    tiles: int = 1  # of one program, which then loads one while it computes the other
+
+    def arguments(self, piece: int, pieces: int, warp_size: int) -> dict[str, int | bool]:
+        """The kernel's arguments and launch options for units of ``pieces`` pieces of ``piece`` values."""
+        width = piece // self.chunks
+        values_per_thread = self.units * pieces * piece // (self.num_warps * warp_size)
+        return {
+            "UNITS": self.units,
+            "CHUNKS": self.chunks,
+            "LOOP": self.tiles > 1,
+            # Threads that share a row: each holds 16 bytes of 16-bit values at a time, less where there are too few.
+            "LANES": max(1, width // max(1, min(8, values_per_thread))),
+            "num_warps": self.num_warps,
+        }
 
 
 @dataclass(frozen=True)
@@ -25,12 +39,13 @@ class Architecture:
     hardware_fp8: tuple[str, ...]  # formats that Triton converts to in hardware
     cast_saturates: bool  # that conversion clamps to the maximum and keeps NaN
     ptx: bool  # runs PTX instructions of sm90
+    warp_size: int = 32
 
 
 NVIDIA = Architecture(("float8_e4m3fn",), True, True)
 OLDER_NVIDIA = Architecture((), False, False)
-CDNA3 = Architecture(("float8_e4m3fnuz",), False, False)
-CDNA4 = Architecture(("float8_e4m3fn",), False, False)
+CDNA3 = Architecture(("float8_e4m3fnuz",), False, False, 64)
+CDNA4 = Architecture(("float8_e4m3fn",), False, False, 64)
 OTHER = Architecture((), False, False)  # the interpreter too: its casts get subnormal codes wrong
 
 

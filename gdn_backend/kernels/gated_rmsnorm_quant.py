@@ -74,6 +74,8 @@ def _row_layout(tensor: torch.Tensor, hidden_size: int) -> _RowLayout | None:
     tokens: list[tuple[Size, Size]] = []
     rest = hidden_size
     dimensions = _merged_dimensions(tensor)
+    if statically_known_true(tensor.numel() == 0):
+        return _RowLayout(hidden_size, hidden_size, hidden_size)
     for size, stride in dimensions:
         if rest == 1:
             tokens.append((size, stride))
@@ -233,7 +235,7 @@ def plan(
         "ACTIVATION_DIVISION": "approximate" if machine.ptx and approximate else "ieee",
         "CAST": "hardware" if hardware_cast else f"{spec.fp8_dtype} by bits",
     }
-    programs = triton.cdiv(num_units, config.units)
+    programs = triton.cdiv(num_units, config.units * config.tiles)
     return programs, (
         tensors
         | arguments
@@ -241,7 +243,7 @@ def plan(
         | gate_layout.arguments("gate")
         | _constants(spec, geometry, weight, bias)
         | formula.arguments()
-        | {"CHUNKS": config.chunks, "UNITS": config.units, "num_warps": config.num_warps}
+        | config.arguments(geometry.piece, geometry.pieces, machine.warp_size)
     )
 
 

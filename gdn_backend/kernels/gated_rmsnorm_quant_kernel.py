@@ -154,6 +154,14 @@ def _one_plus_exp(value):
 
 
 @triton.jit
+def _approximate_reciprocal(value):
+    """1 / value within an ulp, by PTX; zero where it would be subnormal."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _activated(gate, ACTIVATION: tl.constexpr, DIVISION: tl.constexpr):
     """silu or sigmoid as eager computes them, one IEEE division by 1 + exp(-gate).
 
@@ -164,9 +172,7 @@ def _activated(gate, ACTIVATION: tl.constexpr, DIVISION: tl.constexpr):
     """
     if DIVISION == "approximate":
         denominator = _one_plus_exp(gate * -1.0)
-        reciprocal = tl.inline_asm_elementwise(
-            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [denominator], dtype=tl.float32, is_pure=True, pack=1
-        )
+        reciprocal = _approximate_reciprocal(denominator)
         if ACTIVATION == "silu":
             numerator = gate
         else:
@@ -284,14 +290,25 @@ def _scale_step(value, negative_zero, STEP: tl.constexpr, OPERAND: tl.constexpr)
 
 
 @triton.jit
-def _codes(y, factor, DIVISION: tl.constexpr, QUOTIENT: tl.constexpr, CLAMP: tl.constexpr, OVERFLOW: tl.constexpr):
+def _codes(
+    y,
+    factor,
+    PTX: tl.constexpr,
+    DIVISION: tl.constexpr,
+    QUOTIENT: tl.constexpr,
+    CLAMP: tl.constexpr,
+    OVERFLOW: tl.constexpr,
+):
     """The values that are cast to FP8, ``[ROWS, CHUNKS, WIDTH]``; ``factor`` is ``[ROWS]``."""
     if DIVISION == "two parts":
         # 1 / factor to twice the precision, the second part not negative so that zeros keep their sign. With it
         # y / factor is correctly rounded but where it is within 2^-46 of the middle between two fp32 numbers.
-        first = tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)
-        too_large = tl.fma(first, factor, -1.0) > 0.0
-        first = (first.to(tl.int32, bitcast=True) - too_large.to(tl.int32)).to(tl.float32, bitcast=True)
+        if PTX:
+            first = _approximate_reciprocal(factor)
+        else:
+            first = tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor)
+        # Two ulp down it is surely not above 1 / factor. (Not below zero, which an infinite factor gives.)
+        first = tl.maximum(first.to(tl.int32, bitcast=True) - 2, 0).to(tl.float32, bitcast=True)
         second = tl.maximum(tl.fma(first, factor * -1.0, 1.0) * first, 0.0)  # NaN, of an infinite factor, becomes 0
         scaled = tl.fma(y, _to_lines(first, y.shape[0]), y * _to_lines(second, y.shape[0]))
     elif DIVISION == "power of two":
@@ -354,17 +371,62 @@ def _piece_offsets(
 
 
 @triton.jit
-def _load_parameter(pointer, column, inside, mask, MASKED: tl.constexpr, WIDTH_OF_PARAMETER: tl.constexpr):
+def _load_parameter(pointer, column, inside, valid, MASKED: tl.constexpr, WIDTH_OF_PARAMETER: tl.constexpr):
     """A weight or bias that repeats along the row, for a tile whose lines start at ``column``.
 
     Loaded in the tile's full shape: a narrower load would get another layout, and everything after it too.
     """
     column = column % WIDTH_OF_PARAMETER
-    return _load(pointer + column[:, None] + inside, mask, MASKED, False)
+    return _load(pointer + column[:, None] + inside, valid[:, None], MASKED, False)
+
+
+# fmt: off
+@triton.jit
+def _load_inputs(
+    x_ptr, gate_ptr, token, column, inside, valid,
+    x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
+    gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
+    HIDDEN: tl.constexpr, X_RUN: tl.constexpr, X_TWO_LEVELS: tl.constexpr,
+    GATE_RUN: tl.constexpr, GATE_TWO_LEVELS: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr,
+):
+    # fmt: on
+    """The tiles of x and gate whose lines start at ``column`` of ``token``, in their own dtypes."""
+    x_offsets = _piece_offsets(
+        token, column, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride, HIDDEN, X_RUN, X_TWO_LEVELS
+    )
+    gate_offsets = _piece_offsets(
+        token,
+        column,
+        gate_token_stride,
+        gate_outer_stride,
+        gate_inner_tokens,
+        gate_run_stride,
+        HIDDEN,
+        GATE_RUN,
+        GATE_TWO_LEVELS,
+    )
+    mask = valid[:, None]
+    x = _load(x_ptr + x_offsets[:, None] + inside, mask, MASKED, PADDED)
+    return x, _load(gate_ptr + gate_offsets[:, None] + inside, mask, MASKED, PADDED)
+
+
+@triton.jit
+def _store_scales(pointer, offsets, scales, valid, LANES: tl.constexpr):
+    """Store ``[ROWS]`` values from the threads that have them.
+
+    As a tile ``[ROWS, LANES]`` of which the first column is written: LANES threads hold each row, and a store of
+    ``[ROWS]`` would bring the values in another order first, through shared memory and a barrier. The hints make the
+    columns the fastest axis, and give a thread one of them.
+    """
+    lanes = tl.arange(0, LANES)[None, :]
+    shape: tl.constexpr = [scales.shape[0], LANES]
+    spread = tl.multiple_of(tl.max_contiguous(offsets[:, None] + lanes, [1, LANES]), [1, 1])
+    tl.store(pointer + spread, tl.broadcast_to(scales[:, None], shape), mask=(lanes == 0) & valid[:, None])
 
 
 @triton.jit
 def _positions(
+    tile,
     row,
     num_units,
     UNITS: tl.constexpr,
@@ -373,8 +435,8 @@ def _positions(
     PIECE: tl.constexpr,
     PIECES: tl.constexpr,
 ):
-    """Token and first column of the pieces with index ``row`` in this program, and whether there are such."""
-    unit = tl.program_id(0) * UNITS + row // PIECES
+    """Token and first column of the pieces with index ``row`` in a tile, and whether there are such."""
+    unit = tile * UNITS + row // PIECES
     piece = row % PIECES
     column = (unit % UNITS_PER_TOKEN) * UNIT + piece * PIECE
     return unit // UNITS_PER_TOKEN, column, (unit < num_units) & (piece * PIECE < UNIT)
@@ -392,7 +454,7 @@ def gated_rmsnorm_quant_kernel(
     scale_token_stride, scale_group_stride,
     HIDDEN: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
-    CHUNKS: tl.constexpr, UNITS: tl.constexpr,
+    CHUNKS: tl.constexpr, UNITS: tl.constexpr, LOOP: tl.constexpr, LANES: tl.constexpr,
     X_RUN: tl.constexpr, X_TWO_LEVELS: tl.constexpr, GATE_RUN: tl.constexpr, GATE_TWO_LEVELS: tl.constexpr,
     WEIGHT_SIZE: tl.constexpr, BIAS_SIZE: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, NORM_FIRST: tl.constexpr,
     ACTIVATION: tl.constexpr, ACTIVATION_DIVISION: tl.constexpr, PTX: tl.constexpr,
@@ -407,86 +469,106 @@ def gated_rmsnorm_quant_kernel(
     DIVISION: tl.constexpr, QUOTIENT_ROUNDING: tl.constexpr, CLAMP: tl.constexpr, OVERFLOW: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """One program: UNITS units of the flattened rows; see the module's text for units, pieces and chunks."""
+    """One program: every num_programs-th tile of UNITS units; see the module's text for units, pieces and chunks."""
     ROWS: tl.constexpr = UNITS * PIECES
+    LINES: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = PIECE // CHUNKS
     UNITS_PER_TOKEN: tl.constexpr = HIDDEN // UNIT
-    # Programs that never reach beyond a token's last unit have nothing to mask.
+    # Tiles that never reach beyond a token's last unit have nothing to mask.
     PADDED: tl.constexpr = UNIT != PIECES * PIECE
     MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0
-    negative_zero = tl.cast(eps, tl.float32) * -0.0
+    negative_zero = tl.cast(eps, tl.float32) * 0.0 * -1.0
 
-    line = tl.arange(0, CHUNKS * ROWS)
-    token, column, valid = _positions(line % ROWS, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-    column += line // ROWS * WIDTH
-    inside = tl.arange(0, WIDTH)[None, :]
-    mask = valid[:, None]
-
-    x_offsets = _piece_offsets(
-        token, column, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride, HIDDEN, X_RUN, X_TWO_LEVELS
-    )
-    gate_offsets = _piece_offsets(
-        token, column, gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
-        HIDDEN, GATE_RUN, GATE_TWO_LEVELS,
-    )
-    x = _widened(_load(x_ptr + x_offsets[:, None] + inside, mask, MASKED, PADDED), PTX)
-    gate = _widened(_load(gate_ptr + gate_offsets[:, None] + inside, mask, MASKED, PADDED), PTX)
-    SQUARES_ARE_EXACT: tl.constexpr = NORM_FIRST and x_ptr.dtype.element_ty != tl.float32
-
-    activated = _rounded(_activated(gate, ACTIVATION, ACTIVATION_DIVISION), ACTIVATION_ROUNDING, PTX)
-    if not NORM_FIRST:
-        x = _rounded(x * activated, GATED_ROUNDING, PTX)
-    # Contracting an exact square with the sum changes nothing, and saves an instruction.
-    squares = x * x if SQUARES_ARE_EXACT else tl.fma(x, x, negative_zero)
-    sums = _over_neighbours(_row_sums(squares, ROWS), PIECES, NORM_PIECES, True)
-    mean = tl.fma(sums, 1.0 / NORM, negative_zero)
-    y = x * _to_lines(tl.rsqrt(mean + tl.cast(eps, tl.float32)), CHUNKS * ROWS)
-    if (
-        PTX
-        and WEIGHT_SIZE > 0
-        and WEIGHT_OFFSET == 0.0
-        and weight_ptr.dtype.element_ty == tl.bfloat16
-        and NORM_ROUNDING == "bfloat16"
-        and WEIGHT_ROUNDING == "bfloat16"
-    ):
-        y = _rounded_times_bfloat16(y, _load_parameter(weight_ptr, column, inside, mask, MASKED, WEIGHT_SIZE))
-    else:
-        y = _rounded(y, NORM_ROUNDING, PTX)
-        if WEIGHT_SIZE > 0:
-            weight = _load_parameter(weight_ptr, column, inside, mask, MASKED, WEIGHT_SIZE).to(tl.float32)
-            if WEIGHT_OFFSET != 0.0:
-                weight = _rounded(weight + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
-            y = _rounded(tl.fma(y, weight, negative_zero), WEIGHT_ROUNDING, PTX)
-    if BIAS_SIZE > 0:
-        bias = _load_parameter(bias_ptr, column, inside, mask, MASKED, BIAS_SIZE).to(tl.float32)
-        y = _rounded(y + bias, BIAS_ROUNDING, PTX)
-    if NORM_FIRST:
-        y = y * activated
-    y = _rounded(y, OUTPUT_ROUNDING, PTX)
-
-    scale = _over_neighbours(_row_maxima(y, ROWS), PIECES, GROUP_PIECES, False)
-    scale = _scale_step(scale, negative_zero, STEP_0, OPERAND_0)
-    scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
-    scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
-    scale = _scale_step(scale, negative_zero, STEP_3, OPERAND_3)
-    scale = _scale_step(scale, negative_zero, STEP_4, OPERAND_4)
-    factor = _scale_step(scale, negative_zero, FACTOR_STEP_0, FACTOR_OPERAND_0)
-    factor = _scale_step(factor, negative_zero, FACTOR_STEP_1, FACTOR_OPERAND_1)
-    scaled = _codes(y, factor, DIVISION, QUOTIENT_ROUNDING, CLAMP, OVERFLOW)
-    if CAST == "hardware":
-        codes = scaled.to(codes_ptr.dtype.element_ty)
-    else:
-        codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
-
-    code_offsets = tl.max_contiguous((token.to(tl.int64) * HIDDEN + column)[:, None] + inside, [1, 8])
-    if MASKED:
-        tl.store(codes_ptr + code_offsets, codes, mask=mask)
-    else:
-        tl.store(codes_ptr + code_offsets, codes)
+    first_tile = tl.program_id(0)
     row = tl.arange(0, ROWS)
-    token, column, valid = _positions(row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-    scale_offsets = token.to(tl.int64) * scale_token_stride + (column // GROUP).to(tl.int64) * scale_group_stride
-    if MASKED or GROUP != PIECE:
-        tl.store(scales_ptr + scale_offsets, scale, mask=valid & (column % GROUP == 0))
+    line = tl.arange(0, LINES)
+    inside = tl.arange(0, WIDTH)[None, :]
+    token, column, valid = _positions(first_tile, line % ROWS, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+    column += line // ROWS * WIDTH
+    next_x, next_gate = _load_inputs(
+        x_ptr, gate_ptr, token, column, inside, valid,
+        x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
+        gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
+        HIDDEN, X_RUN, X_TWO_LEVELS, GATE_RUN, GATE_TWO_LEVELS, MASKED, PADDED,
+    )
+    if WEIGHT_SIZE > 0:
+        weight = _load_parameter(weight_ptr, column, inside, valid, MASKED, WEIGHT_SIZE)
+    if BIAS_SIZE > 0:
+        bias = _load_parameter(bias_ptr, column, inside, valid, MASKED, BIAS_SIZE)
+
+    if LOOP:
+        trips = tl.cdiv(tl.cdiv(num_units, UNITS) - first_tile, tl.num_programs(0))
     else:
-        tl.store(scales_ptr + scale_offsets, scale)
+        trips = 1
+    for trip in range(trips):
+        tile = first_tile + trip * tl.num_programs(0)
+        x = _widened(next_x, PTX)
+        gate = _widened(next_gate, PTX)
+        if LOOP:  # the next tile is on its way while this one is computed
+            token, column, valid = _positions(
+                tile + tl.num_programs(0), line % ROWS, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES
+            )
+            column += line // ROWS * WIDTH
+            next_x, next_gate = _load_inputs(
+                x_ptr, gate_ptr, token, column, inside, valid,
+                x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
+                gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
+                HIDDEN, X_RUN, X_TWO_LEVELS, GATE_RUN, GATE_TWO_LEVELS, True, PADDED,
+            )
+        SQUARES_ARE_EXACT: tl.constexpr = NORM_FIRST and x_ptr.dtype.element_ty != tl.float32
+
+        activated = _rounded(_activated(gate, ACTIVATION, ACTIVATION_DIVISION), ACTIVATION_ROUNDING, PTX)
+        if not NORM_FIRST:
+            x = _rounded(x * activated, GATED_ROUNDING, PTX)
+        # Contracting an exact square with the sum changes nothing, and saves an instruction.
+        squares = x * x if SQUARES_ARE_EXACT else tl.fma(x, x, negative_zero)
+        sums = _over_neighbours(_row_sums(squares, ROWS), PIECES, NORM_PIECES, True)
+        mean = tl.fma(sums, 1.0 / NORM, negative_zero)
+        y = x * _to_lines(tl.rsqrt(mean + tl.cast(eps, tl.float32)), LINES)
+        if (
+            PTX
+            and WEIGHT_SIZE > 0
+            and WEIGHT_OFFSET == 0.0
+            and weight_ptr.dtype.element_ty == tl.bfloat16
+            and NORM_ROUNDING == "bfloat16"
+            and WEIGHT_ROUNDING == "bfloat16"
+        ):
+            y = _rounded_times_bfloat16(y, weight)
+        else:
+            y = _rounded(y, NORM_ROUNDING, PTX)
+            if WEIGHT_SIZE > 0:
+                factors = weight.to(tl.float32)
+                if WEIGHT_OFFSET != 0.0:
+                    factors = _rounded(factors + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
+                y = _rounded(tl.fma(y, factors, negative_zero), WEIGHT_ROUNDING, PTX)
+        if BIAS_SIZE > 0:
+            y = _rounded(y + bias.to(tl.float32), BIAS_ROUNDING, PTX)
+        if NORM_FIRST:
+            y = y * activated
+        y = _rounded(y, OUTPUT_ROUNDING, PTX)
+
+        scale = _over_neighbours(_row_maxima(y, ROWS), PIECES, GROUP_PIECES, False)
+        scale = _scale_step(scale, negative_zero, STEP_0, OPERAND_0)
+        scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
+        scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
+        scale = _scale_step(scale, negative_zero, STEP_3, OPERAND_3)
+        scale = _scale_step(scale, negative_zero, STEP_4, OPERAND_4)
+        factor = _scale_step(scale, negative_zero, FACTOR_STEP_0, FACTOR_OPERAND_0)
+        factor = _scale_step(factor, negative_zero, FACTOR_STEP_1, FACTOR_OPERAND_1)
+        scaled = _codes(y, factor, PTX, DIVISION, QUOTIENT_ROUNDING, CLAMP, OVERFLOW)
+        if CAST == "hardware":
+            codes = scaled.to(codes_ptr.dtype.element_ty)
+        else:
+            codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
+
+        token, column, valid = _positions(tile, line % ROWS, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+        code_offsets = token.to(tl.int64) * HIDDEN + column + line // ROWS * WIDTH
+        code_ptrs = codes_ptr + tl.max_contiguous(code_offsets[:, None] + inside, [1, 8])
+        if MASKED:
+            tl.store(code_ptrs, codes, mask=valid[:, None])
+        else:
+            tl.store(code_ptrs, codes)
+        row_token, row_column, row_valid = _positions(tile, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+        group = (row_column // GROUP).to(tl.int64)
+        scale_offsets = row_token.to(tl.int64) * scale_token_stride + group * scale_group_stride
+        _store_scales(scales_ptr, scale_offsets, scale, row_valid & (row_column % GROUP == 0), LANES)
