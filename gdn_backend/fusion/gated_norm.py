@@ -55,6 +55,7 @@ class _Normalised:
     weight: _Vector | None = None
     bias: _Vector | None = None
     roundings: tuple[str, ...] = ()
+    inexact_root: Node | None = None  # 1 / sqrt, which is an ulp from rsqrt
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,10 @@ def _assemble(
     if not top.is_expressible:
         problem = problem or _rounding_miss(top.node, top)
     points = (*roundings, *activated.roundings, *_rounding("output", top))
+    if normalised.inexact_root is not None and not _rounds_behind_root(points):
+        actual = "1 / sqrt in a chain that is never rounded, so that its last ulp shows in every scale"
+        miss = Miss("norm", Reason.ROUNDING, normalised.inexact_root, "torch.rsqrt", actual, "use torch.rsqrt")
+        problem = problem or miss
     weight, bias = normalised.weight, normalised.bias
     interior = {*top.trail, top.node, *normalised.nodes, *activated.nodes, *x.trail, *gate.trail}
     return GatedNorm(
@@ -161,6 +166,10 @@ def _assemble(
         interior=frozenset(interior),
         problem=problem,
     )
+
+
+def _rounds_behind_root(roundings: tuple[str, ...]) -> bool:
+    return any(entry.startswith(("norm:", "weight:", "bias:", "output:")) for entry in roundings)
 
 
 def _find_normalised(view: GraphView, node: Node) -> _Normalised | None:
@@ -220,7 +229,7 @@ def _find_root_mean_square(view: GraphView, h: Node, r: Node, divides: bool) -> 
     root = peel(view, r)
     root_op = view.op(root.node)
     nodes = [*root.trail, root.node]
-    problem = None
+    problem, inexact_root = None, None
     if divides and root_op.name == "sqrt":
         actual = "h / sqrt(variance)"
         problem = Miss("norm", Reason.ROUNDING, root.node, "h * rsqrt(variance)", actual, "multiply by torch.rsqrt")
@@ -230,6 +239,7 @@ def _find_root_mean_square(view: GraphView, h: Node, r: Node, divides: bool) -> 
         root_op = view.op(under.node)
         if root_op.name != "sqrt":
             return None
+        inexact_root = root.node
     elif divides or root_op.name != "rsqrt":
         return None
     variance = peel(view, root_op.input)
@@ -252,7 +262,9 @@ def _find_root_mean_square(view: GraphView, h: Node, r: Node, divides: bool) -> 
         mean = under.node
         nodes += under.trail
     found = _find_mean_square(view, h, r, mean, eps, nodes)
-    return found if found is None or problem is None else replace(found, problem=problem)
+    if found is None:
+        return None
+    return replace(found, problem=problem or found.problem, inexact_root=inexact_root)
 
 
 def _split_eps(op: CanonicalOp) -> tuple[float | Node | None, Node]:

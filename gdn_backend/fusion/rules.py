@@ -119,14 +119,22 @@ def _row_width(norm: GatedNorm, quant: Quantisation) -> int | None:
     unit = math.lcm(norm.norm_size, quant.group_size or 1)
     path = (*quant.path, *norm.path)
     fitting = [width for node in path if (width := _last_axis(node)) and width % unit == 0]
-    if norm.norm_before_gate and max(fitting, default=0) <= norm.norm_size:
+    if not fitting or (norm.norm_before_gate and max(fitting) <= norm.norm_size):
         # No axis merges the heads: they may stand beside each other, [T, H, D]. A symbolic count leaves one a row.
         pairs = [_last_two(node) for node in path if len(shape_of(node)) > 2]
         fitting += [width for width in (*pairs, unit) if width and width % unit == 0]
-    x = tensor_of(norm.x)
-    assert x is not None
-    whole = [width for width in fitting if same_size(x.numel() % width, 0)]
+    whole = [width for width in fitting if any(_fills_rows(node, width) for node in (norm.x, *path))]
     return max(whole, default=None)
+
+
+def _fills_rows(node: Node, width: int) -> bool:
+    """True where the values of ``node`` are rows of ``width``, whatever its symbolic sizes."""
+    sizes = [static_int(size) for size in shape_of(node)]
+    known = math.prod(size for size in sizes if size is not None)
+    if known % width == 0:
+        return True
+    tensor = tensor_of(node)
+    return tensor is not None and None in sizes and same_size(tensor.numel() % width, 0)
 
 
 def _last_axis(node: Node) -> int | None:

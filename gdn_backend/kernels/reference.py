@@ -109,9 +109,12 @@ def quantise(y: Tensor, group_size: int, quant: QuantSpec, fp8_dtype: torch.dtyp
         scaled = scaled.to(dtype_from_name(quant.quotient)).float()
     if quant.clamp is not None:
         scaled = scaled.clamp(-quant.clamp, quant.clamp)
-    codes = scaled.to(fp8_dtype).reshape(rows, row_size)
-    scales = scales.reshape(rows, num_groups)
-    return codes, scales.t().contiguous().t() if quant.scale_layout == "column" else scales
+    # Elementwise operations keep the strides of what they read, which need not be row-major.
+    codes = scaled.to(fp8_dtype).reshape(rows, row_size).contiguous()
+    scales = scales.reshape(rows, num_groups).contiguous()
+    if quant.scale_layout == "column":
+        scales = scales.t().clone(memory_format=torch.contiguous_format).t()
+    return codes, scales
 
 
 def reference(

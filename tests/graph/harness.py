@@ -137,14 +137,32 @@ def assert_equals_eager(outcome: Outcome) -> None:
         if not isinstance(expected, torch.Tensor):
             assert actual == expected
             continue
-        facts = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad) for tensor in (actual, expected)]
+        facts = [
+            (tensor.shape, strides_of(tensor), tensor.dtype, tensor.requires_grad) for tensor in (actual, expected)
+        ]
         assert facts[0] == facts[1], f"result {index}: {facts[0]}, eager's is {facts[1]}"
         assert same_bytes(actual, expected), f"result {index} differs in {_count_differences(actual, expected)} values"
 
 
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides, which say nothing where there are no values."""
+    return tensor.stride() if tensor.numel() else ()
+
+
 def same_bytes(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Bit for bit, signs of zeros and NaNs included."""
-    return torch.equal(_bytes(actual), _bytes(expected))
+    """Bit for bit, signs of zeros included; a NaN is a NaN."""
+    if torch.equal(_bytes(actual), _bytes(expected)):
+        return True
+    if not actual.is_floating_point():
+        return False
+    nan, other_nan = actual.float().isnan(), expected.float().isnan()
+    zero = torch.zeros((), dtype=torch.uint8)
+    left, right = (_bytes_by_value(t).masked_fill(nan.reshape(-1, 1), zero) for t in (actual, expected))
+    return torch.equal(nan, other_nan) and torch.equal(left, right)
+
+
+def _bytes_by_value(tensor: torch.Tensor) -> torch.Tensor:
+    return _bytes(tensor).view(-1, tensor.element_size())
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,8 +170,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _count_differences(actual: torch.Tensor, expected: torch.Tensor) -> int:
-    size = actual.element_size()
-    return int((_bytes(actual).view(-1, size) != _bytes(expected).view(-1, size)).any(-1).sum())
+    return int((_bytes_by_value(actual) != _bytes_by_value(expected)).any(-1).sum())
 
 
 def assert_fused(outcome: Outcome, count: int = 1, keeps: Iterable[str] = ()) -> None:

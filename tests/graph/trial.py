@@ -1,0 +1,75 @@
+"""One generated program, tried: eager on one side, the rewritten graph interpreted on the other."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from harness import Passes, same_bytes, strides_of
+from programs import Program
+from torch.utils import _pytree as pytree
+from tracing import symbol_values, trace
+
+DYNAMIC_ROWS = {0: (0,), 1: (0,)}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of a program. ``fault`` is empty where the result is eager's and an equivalent program has fused."""
+
+    fused: int
+    reasons: tuple[str, ...]
+    fault: str
+    valid: bool = True  # False: eager itself does not run the program
+
+
+def try_program(program: Program, must_fuse: bool, seed: int = 0) -> Trial:
+    """Runs ``program`` both ways."""
+    inputs = program.make_inputs(seed)
+    try:
+        expected = _run(program, copy.deepcopy(inputs))
+    except (RuntimeError, TypeError, IndexError, AttributeError, NotImplementedError):
+        return Trial(0, (), "", valid=False)
+    dims = DYNAMIC_ROWS if program.dynamic and program.tokens * program.heads > 1 else {}
+    gm = trace(program, inputs, dims)
+    passes = Passes(frozenset({64, 128}))
+    passes.backend(gm, [])
+    arguments = copy.deepcopy(inputs)
+    symbols = symbol_values(arguments, dims)
+    actual = _run(lambda *tensors: gm(*symbols, *tensors), arguments)
+    reasons = tuple(miss.reason.name for miss in passes.misses)
+    fault = _difference(expected, actual, tolerant=program.rounds_otherwise)
+    if not fault and must_fuse and (len(passes.matches) != 1 or passes.misses):
+        fault = f"not fused: {[miss.render() for miss in passes.misses] or 'no anchor'}"
+    return Trial(len(passes.matches), reasons, fault)
+
+
+def _run(function: Any, inputs: list[torch.Tensor]) -> list[Any]:
+    with torch.no_grad():
+        results = function(*inputs)
+    return pytree.tree_leaves((results, inputs))
+
+
+def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Within what an ulp can do: of 1 / sqrt, and of exp, which eager computes otherwise along a strided axis."""
+    if not theirs.is_floating_point():
+        return False
+    left, right = ours.float(), theirs.float()
+    is_fp8 = theirs.dtype is torch.float8_e4m3fn
+    near = torch.isclose(left, right, rtol=0.13 if is_fp8 else 2.0**-7, equal_nan=True)
+    different = int((left != right).sum())  # a NaN too, of which there are few
+    return bool(near.all()) and (not is_fp8 or different <= 130 + 0.01 * left.numel())
+
+
+def _difference(expected: list[Any], actual: list[Any], tolerant: bool) -> str:
+    for index, (theirs, ours) in enumerate(zip(expected, actual, strict=True)):
+        if not isinstance(theirs, torch.Tensor):
+            continue
+        facts = [(tensor.shape, strides_of(tensor), tensor.dtype) for tensor in (ours, theirs)]
+        if facts[0] != facts[1]:
+            return f"result {index}: {facts[0]}, eager's is {facts[1]}"
+        if not same_bytes(ours, theirs) and not (tolerant and _close(ours, theirs)):
+            return f"result {index} ({theirs.dtype} {tuple(theirs.shape)}) differs"
+    return ""
