@@ -57,7 +57,7 @@ def print_reports(reports: Iterable[FusionReport], *, full: bool = True) -> None
 def render(report: FusionReport, *, full: bool) -> Group:
     """The contents of one graph's block. In a summary, sites that differ only in where they are share one entry."""
     parts: list[RenderableType] = [Text(report.alert, style="bold yellow")] if report.alert else []
-    parts.append(Text(_headline(report, full=full), style="bold"))
+    parts += [Text(line, style="bold") for line in _headlines(report, full=full)]
     for site, count in _entries(report.sites, merge=not full):
         parts += [Text(), _site_title(site, count), _table(_site_rows(site))]
     notes = [note for note in report.notes if note != report.alert]
@@ -71,15 +71,17 @@ def _block(report: FusionReport, *, full: bool, times: int = 1) -> Panel:
     return Panel(render(report, full=full), title=title, title_align="left")
 
 
-def _headline(report: FusionReport, *, full: bool) -> str:
-    parts = [f"{report.num_fused} fused", f"{report.num_missed} missed"]
+def _headlines(report: FusionReport, *, full: bool) -> Iterator[str]:
+    counts = [f"{report.num_fused} fused", f"{report.num_missed} missed"]
     if not report.sites and not report.alert:
-        parts = ["0 sites: no FP8 quantisation behind a gated norm was found"]
-    parts += [f"{_plural(report.folded_reshapes, 'reshape')} folded", _plural(report.num_nodes, "node")]
-    for name, milliseconds in report.timings_ms.items():
-        if full or name == "total":
-            parts.append(f"{name} {milliseconds:.1f} ms" if full else f"{milliseconds:.1f} ms")
-    return " · ".join(parts)
+        counts = ["0 sites: no FP8 quantisation behind a gated norm was found"]
+    counts += [f"{_plural(report.folded_reshapes, 'reshape')} folded", _plural(report.num_nodes, "node")]
+    timings = [f"{name} {milliseconds:.1f} ms" for name, milliseconds in report.timings_ms.items()]
+    if full:
+        yield " · ".join(counts)
+        yield " · ".join(timings)
+    else:
+        yield " · ".join([*counts, *(timing.removeprefix("total ") for timing in timings if "total" in timing)])
 
 
 def _entries(sites: Sequence[SiteReport], *, merge: bool) -> Iterator[tuple[SiteReport, int]]:
