@@ -15,15 +15,26 @@ from torch.fx import Graph, Node
 from gdn_backend.fusion.checks import SiteChecker, check_row
 from gdn_backend.fusion.gated_norm import find_gated_norm
 from gdn_backend.fusion.match import Candidate, GatedNorm, Match, Miss, Quantisation, Reason, SiteFacts
+from gdn_backend.fusion.sinks.act_quant import find_hub_op, find_triton_kernel
 from gdn_backend.fusion.sinks.decomposed import find_decomposed
 from gdn_backend.fusion.sinks.own_op import find_own_op
+from gdn_backend.fusion.sinks.unknown_op import find_unknown_op
+from gdn_backend.fusion.sinks.vllm_ops import find_vllm_op
 from gdn_backend.fusion.walk import peel
 from gdn_backend.graph.canonical import GraphView
+from gdn_backend.graph.reshape import passed_shapes
 from gdn_backend.graph.shapes import same_size, shape_of, static_int, tensor_of
 from gdn_backend.ops.spec import FusedSpec
 
-#: Every form of quantisation that is known, one file each.
-SINKS: tuple[Callable[[GraphView, Node], Candidate | None], ...] = (find_decomposed, find_own_op)
+#: Every form of quantisation that is known, one file each; what no other sink takes for its own comes last.
+SINKS: tuple[Callable[[GraphView, Node], Candidate | None], ...] = (
+    find_decomposed,
+    find_own_op,
+    find_vllm_op,
+    find_hub_op,
+    find_triton_kernel,
+    find_unknown_op,
+)
 
 #: What may stand between norm and quantisation so that the groups are not the norm's values in their order.
 _REARRANGEMENTS = frozenset(
@@ -118,7 +129,8 @@ def _row_width(norm: GatedNorm, quant: Quantisation) -> int | None:
     """
     unit = math.lcm(norm.norm_size, quant.group_size or 1)
     path = (*quant.path, *norm.path)
-    fitting = [width for node in path if (width := _last_axis(node)) and width % unit == 0]
+    shapes = [shape for node in path for shape in (shape_of(node), *passed_shapes(node))]
+    fitting = [width for shape in shapes if shape and (width := static_int(shape[-1])) and width % unit == 0]
     if not fitting or (norm.norm_before_gate and max(fitting) <= norm.norm_size):
         # No axis merges the heads: they may stand beside each other, [T, H, D]. A symbolic count leaves one a row.
         pairs = [_last_two(node) for node in path if len(shape_of(node)) > 2]
@@ -135,10 +147,6 @@ def _fills_rows(node: Node, width: int) -> bool:
         return True
     tensor = tensor_of(node)
     return tensor is not None and None in sizes and same_size(tensor.numel() % width, 0)
-
-
-def _last_axis(node: Node) -> int | None:
-    return static_int(shape_of(node)[-1]) if shape_of(node) else None
 
 
 def _last_two(node: Node) -> int | None:

@@ -24,6 +24,8 @@ from gdn_backend.graph.canonical import GraphView
 from gdn_backend.graph.effects import Effects, storage_of
 from gdn_backend.graph.shapes import Size, same_shape, same_size, shape_of, static_int, tensor_of
 
+_PASSED = "gdn_backend_passed_shapes"
+
 
 def fold_reshapes(graph: Graph) -> int:
     """Rebinds every reshape of a reshape to its base and drops reshapes to the same shape; returns how many.
@@ -41,7 +43,7 @@ def fold_reshapes(graph: Graph) -> int:
         if _is_no_op(effects, chain[-1], node):
             node.replace_all_uses_with(chain[-1])
             passed_over += [node, *chain[:-1]]
-        elif len(chain) > 1 and _rebind(view, effects, node, base=chain[-1]):
+        elif len(chain) > 1 and _rebind(view, effects, node, chain[-1], chain[:-1]):
             passed_over.extend(chain[:-1])
         else:
             continue
@@ -50,6 +52,11 @@ def fold_reshapes(graph: Graph) -> int:
         if not node.users:
             graph.erase_node(node)
     return folded
+
+
+def passed_shapes(node: Node) -> tuple[tuple[Size, ...], ...]:
+    """The shapes between a folded reshape and its base: they may be all that tells where the heads were merged."""
+    return node.meta.get(_PASSED, ())
 
 
 def _is_reshape(view: GraphView, node: Node) -> bool:
@@ -82,10 +89,11 @@ def _chain(view: GraphView, node: Node) -> list[Node]:
     return chain
 
 
-def _rebind(view: GraphView, effects: Effects, node: Node, base: Node) -> bool:
+def _rebind(view: GraphView, effects: Effects, node: Node, base: Node, passed_over: list[Node]) -> bool:
     sizes = _reshape_sizes(shape_of(node))
     if sizes is None or not _indistinguishable(effects, base, node):
         return False
+    node.meta[_PASSED] = passed_shapes(node) + tuple(shape_of(passed) for passed in passed_over)
     node.op, node.target = "call_method", "reshape"
     node.args, node.kwargs = (base, *sizes), {}
     view.forget(node)

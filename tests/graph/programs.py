@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from sites import BASE, Step, run_steps
+from tests.graph.sites import BASE, Step, run_steps
 from torch.nn import functional as F
-from tracing import call
+from tests.graph.tracing import call
 
 from gdn_backend.ops.call import encode_quant
 from gdn_backend.ops.spec import QuantSpec

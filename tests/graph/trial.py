@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from harness import Passes, same_bytes, strides_of
-from programs import Program
+from tests.graph.harness import Passes, same_bytes, strides_of
+from tests.graph.programs import Program
 from torch.utils import _pytree as pytree
-from tracing import symbol_values, trace
+from tests.graph.tracing import symbol_values, trace
 
 DYNAMIC_ROWS = {0: (0,), 1: (0,)}
 
