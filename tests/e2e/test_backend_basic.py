@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import re
 import subprocess
 import sys
-import textwrap
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -105,20 +103,6 @@ def test_the_matched_arithmetic_is_gone(inductor: FakeInductor) -> None:
     assert not any(name in code for name in ("rsqrt", "silu", "amax", "clamp", "float8"))
 
 
-def run_python(code: str, cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def is_installed() -> bool:
     return any(point.name == "gdn_rocm" for point in importlib.metadata.entry_points(group="torch_dynamo_backends"))
 
@@ -126,23 +110,20 @@ def is_installed() -> bool:
 @pytest.mark.skipif(not is_installed(), reason="the package is on the path but not installed")
 def test_found_by_name_and_light_to_load(tmp_path: Path) -> None:
     """A process that never imported us finds the name; loading it brings nothing heavy that torch had not brought."""
-    output = run_python(
-        """
-        import sys
-        import torch
-        from torch._dynamo.backends.registry import list_backends, lookup_backend
-        assert "gdn_rocm" in list_backends()
-        assert not any(name.startswith("gdn_backend") for name in sys.modules)
-        before = set(sys.modules)
-        lookup_backend("gdn_rocm")
-        new = {name for name in sys.modules if name not in before}
-        assert "gdn_backend.backend" in new
-        heavy = ("transformers", "torch._inductor", "aiter", "triton", "rich", "safetensors")
-        print(sorted(name for name in new if name.split(".")[0] in heavy or name.startswith(heavy)))
-        """,
-        tmp_path,
-    )
-    assert output.strip() == "[]"
+    code = """
+import sys
+import torch
+from torch._dynamo.backends.registry import list_backends, lookup_backend
+assert "gdn_rocm" in list_backends()
+assert not any(name.startswith("gdn_backend") for name in sys.modules)
+before = set(sys.modules)
+lookup_backend("gdn_rocm")
+new = set(sys.modules) - before
+assert "gdn_backend.backend" in new
+print(sorted(name for name in new if name.startswith(("transformers", "torch._inductor", "aiter", "triton", "rich"))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead", "max-autotune-no-cudagraphs"])
@@ -378,28 +359,6 @@ def test_torchs_reset_calls_ours(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.compiler.reset()
     first, second = gdn_backend.reports()
     assert first.fingerprint() == second.fingerprint()
-
-
-def test_a_warm_disk_cache_serves_no_other_settings(tmp_path: Path) -> None:
-    """After a process with fusion, one without it gets plain Inductor's codes, which are not eager's."""
-    code = """
-        import torch
-        from tests.qwen_site import make_inputs, make_site
-        import gdn_backend.backend
-        gdn_backend.backend.register()
-        torch.manual_seed(0)
-        model, inputs = make_site(), make_inputs(64)
-        with torch.no_grad():
-            codes, _ = torch.compile(model, backend="gdn_rocm")(*inputs)
-            print(int((codes.view(torch.uint8) != model(*inputs)[0].view(torch.uint8)).sum()))
-    """
-    environment = {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent.parent.parent), os.environ.get("PYTHONPATH", "")]),
-    }
-    fused, unfused = (int(run_python(code, tmp_path, GDN_ENABLED=enabled, **environment)) for enabled in ("1", "0"))
-    assert fused <= 2
-    assert unfused > 100
 
 
 def test_quantise_alone_is_no_site() -> None:
