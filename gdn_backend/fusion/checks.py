@@ -84,7 +84,7 @@ class SiteChecker:
         """Nobody writes to an operand, or to a value inside, between its read and the place of the fused op."""
         position = self._view.position
         members = norm.interior | quant.interior | quant.dependents | set(quant.results)
-        place = min(position[node] for node in quant.results)
+        place = min(position[node] for node in quant.sources)
         operands = set(_operands(norm))
         for node in sorted(members | operands, key=position.__getitem__):
             reads = [position[user] for user in self._view.readers(node) if user in members]
@@ -119,7 +119,7 @@ class SiteChecker:
         operands = (tensor_of(node) for node in _operands(norm))
         if not any(tensor is not None and tensor.requires_grad for tensor in operands):
             return None
-        first = min(quant.results, key=self._view.position.__getitem__)
+        first = min(quant.sources, key=self._view.position.__getitem__)
         mode = self._grad_modes.mode(self._view.position[first])
         others = {self._grad_modes.mode(self._view.position[node]) for node in norm.interior | quant.interior}
         if mode is False or others == {mode}:
@@ -249,9 +249,11 @@ def check_operands(norm: GatedNorm) -> Miss | None:
 
 
 def check_codes_layout(quant: Quantisation) -> Miss | None:
-    """Eager's codes and scales are row-major, as the fused op writes them."""
+    """Eager's codes and scales are laid out as the fused op writes them: row-major, or as the spec has the scales."""
     for node in quant.results:
         tensor = tensor_of(node)
+        if tensor is not None and node is quant.scales and quant.quant.scale_layout == "column" and tensor.dim() == 2:
+            tensor = tensor.t()
         if tensor is not None and not is_contiguous(tensor):
             actual = f"strides {[str(stride) for stride in tensor.stride()]}"
             return Miss("layout", Reason.LAYOUT, node, f"a row-major {node.name}", actual, "add .contiguous()")

@@ -77,6 +77,12 @@ class Quantisation:
     interior: frozenset[Node] = field(repr=False, default_factory=frozenset)  # lost with the site
     dependents: frozenset[Node] = field(repr=False, default_factory=frozenset)  # follow from the scales: may stay
     scale_family: tuple[Node, ...] = ()  # ``scales`` and the nodes whose tensor it overwrote in place
+    writer: Node | None = None  # the op that fills codes and scales, where those are tensors made before it
+
+    @property
+    def sources(self) -> tuple[Node, ...]:
+        """The nodes from which on codes and scales have their values."""
+        return self.results if self.writer is None else (self.writer,)
 
     @property
     def results(self) -> tuple[Node, ...]:

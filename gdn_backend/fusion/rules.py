@@ -21,7 +21,7 @@ from gdn_backend.fusion.sinks.own_op import find_own_op
 from gdn_backend.fusion.sinks.unknown_op import find_unknown_op
 from gdn_backend.fusion.sinks.vllm_ops import find_vllm_op
 from gdn_backend.fusion.walk import peel
-from gdn_backend.graph.canonical import GraphView
+from gdn_backend.graph.canonical import CREATIONS, GraphView, spelled_name
 from gdn_backend.graph.reshape import passed_shapes
 from gdn_backend.graph.shapes import same_size, shape_of, static_int, tensor_of
 from gdn_backend.ops.spec import FusedSpec
@@ -107,10 +107,9 @@ def _find_site(view: GraphView, checker: SiteChecker, node: Node, group_sizes: f
 def _find_behind_rearrangement(view: GraphView, candidate: Candidate) -> Miss | None:
     """A miss where a gated norm stands behind something that moves, drops or adds values on the way to the groups."""
     for data in candidate.data:
-        node = peel(view, data).node
-        rearrangement = node
-        while view.op(node).name in _REARRANGEMENTS and tensor_of(view.op(node).get("input")) is not None:
-            node = peel(view, view.op(node).input).node
+        rearrangement = node = peel(view, data).node
+        while (source := _rearranged(view, node)) is not None:
+            node = peel(view, source).node
         norm = find_gated_norm(view, node) if node is not rearrangement else None
         if norm is not None:
             expected = "the norm's values in row-major order, all of them, in the groups"
@@ -119,6 +118,19 @@ def _find_behind_rearrangement(view: GraphView, candidate: Candidate) -> Miss | 
             facts = _describe(candidate, norm, None, None)
             return Miss("layout", Reason.LAYOUT, rearrangement, expected, actual, advice, facts)
     return None
+
+
+def _rearranged(view: GraphView, node: Node) -> Node | None:
+    """What ``node`` holds values of, in another order or beside others; None where it is no such thing."""
+    op = view.op(node)
+    if op.name in _REARRANGEMENTS:
+        return op.get("input") if tensor_of(op.get("input")) is not None else None
+    family = view.family(node)
+    if view.op(family[0]).name not in CREATIONS:
+        return None
+    writes = (user for member in family for user in member.users if spelled_name(user) == "setitem")
+    parts = (write.args[2] for write in writes if write.args[0] in family)
+    return next((part for part in parts if isinstance(part, Node) and tensor_of(part) is not None), None)
 
 
 def _row_width(norm: GatedNorm, quant: Quantisation) -> int | None:

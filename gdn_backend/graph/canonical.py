@@ -44,6 +44,7 @@ _ALIASES = {
     "swish": "silu",
     "_unsafe_view": "reshape", "view_as": "view", "reshape_as": "view", "view_copy": "view",
     "expand_dims": "unsqueeze",
+    "bitwise_and": "and", "bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift", "not_equal": "ne",
     "moveaxis": "movedim", "swapaxes": "transpose", "swapdims": "transpose",
 }  # fmt: skip
 
@@ -51,6 +52,7 @@ _BINARY = ("input", "other")
 _REDUCTION = ("input", "dim", "keepdim", "dtype")
 _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "mul": _BINARY, "add": _BINARY, "sub": _BINARY, "div": _BINARY, "maximum": _BINARY, "minimum": _BINARY,
+    "and": _BINARY, "lshift": _BINARY, "rshift": _BINARY, "ne": _BINARY,
     "pow": ("input", "exponent"),
     "mean": _REDUCTION, "sum": _REDUCTION,
     "amax": ("input", "dim", "keepdim"), "max": ("input", "dim", "keepdim"),
@@ -65,6 +67,11 @@ _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "_to_c
           "alias", "lift_fresh_copy"}  # fmt: skip
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "t", "movedim", "mT", "T", "adjoint", "mH"}
+#: Operations whose result is a tensor that nobody else has.
+CREATIONS = frozenset(
+    ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros",
+     "new_ones", "new_full", "empty_strided")
+)  # fmt: skip
 _POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}
 
 
@@ -85,11 +92,19 @@ class CanonicalOp:
         return self.args.get(name, default)
 
 
+#: Named with an underscore because they are Python keywords, not because they write.
+_KEYWORD_OPERATORS: Mapping[Any, str] = {
+    operator.and_: "and", operator.or_: "or", operator.not_: "not", operator.is_: "is"
+}  # fmt: skip
+
+
 def spelled_name(node: Node) -> str | None:
     """The bare name of what ``node`` calls (``"mul_"``, ``"truediv"``), or None for anything but a torch operation."""
     target = node.target
     if node.op == "call_method":
         return str(target)
+    if target in _KEYWORD_OPERATORS:
+        return _KEYWORD_OPERATORS[target]
     if node.op != "call_function":
         return None
     if isinstance(target, torch._ops.OpOverload):
@@ -149,6 +164,8 @@ class GraphView:
             written = overwritten_operand(node)
             if written is not None:
                 root = self._root.get(written, written)
+                # Dynamo leaves a setitem without a value; to its readers it is the tensor that it filled.
+                node.meta.setdefault("example_value", tensor_of(written))
                 self._root[node] = root
                 self._versions.setdefault(root, []).append((index, node))
 

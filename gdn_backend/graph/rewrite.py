@@ -40,13 +40,13 @@ class ShapeError(RuntimeError):
 def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
     """Replaces the codes and scales of ``match`` by one call of the fused op with ``kernel``; returns the call.
 
-    The call stands where the first of the two stood: every operand is computed by then and no user has come yet.
+    The call stands where the first of the two got its values: every operand is computed and no user has come yet.
     Interior nodes that lost their last user are erased, the others stay.
     """
     norm, quant = match.norm, match.quant
     replaced = frozenset(match.replaced)
-    first_result = next(node for node in match.replaced if node in quant.results)
-    with graph.inserting_before(first_result):
+    first_source = next(node for node in match.replaced if node in quant.sources)
+    with graph.inserting_before(first_source):
         call = encode_call(match.spec, kernel)
         importlib.import_module("gdn_backend.ops.gated_rmsnorm_quant")  # registers the op, which imports Triton
         op = torch.ops.gdn_backend.gated_rmsnorm_fp8_quant.default

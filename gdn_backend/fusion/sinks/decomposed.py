@@ -18,8 +18,9 @@ import torch
 from torch.fx import Node
 
 from gdn_backend.fusion.match import Candidate, Miss, Quantisation, Reason
+from gdn_backend.fusion.sinks.ue8m0 import read_power_of_two
 from gdn_backend.fusion.walk import LOW_PRECISION, Peeled, dtype_of, peel, peel_exact
-from gdn_backend.graph.canonical import CanonicalOp, GraphView
+from gdn_backend.graph.canonical import CREATIONS, CanonicalOp, GraphView, overwritten_operand
 from gdn_backend.graph.shapes import same_shape, shape_of, static_int, tensor_of, value_of
 from gdn_backend.ops.spec import QuantSpec, Step, dtype_name
 
@@ -151,7 +152,12 @@ def _read_scale(view: GraphView, factor: Node) -> _Chain | Miss | None:
         reduction = view.op(op.input) if op.name == "item" and op.get("index") == 0 else op
         if reduction.name in ("amax", "max_with_indices"):
             return _close_chain(view, reduction, [*links, _Link(node, ())])
-        link = _read_exp2(view, op) if op.name == "exp2" else _read_link(op)
+        power = read_power_of_two(view, op)
+        if power is not None:
+            links.append(_Link(node, (power.step,), power.nodes))
+            node = power.source
+            continue
+        link = _read_link(op)
         if not isinstance(link, _Link):
             if not _depends_on_magnitude(view, node):
                 return None
@@ -163,7 +169,7 @@ def _read_scale(view: GraphView, factor: Node) -> _Chain | Miss | None:
                 else miss
             )
         links.append(link)
-        node = view.op(link.inside[-1]).input if link.inside else op.input
+        node = op.input
 
 
 def _symbolic(op: CanonicalOp) -> bool:
@@ -221,17 +227,6 @@ def _clamp_steps(op: CanonicalOp, dtype: torch.dtype) -> tuple[Step, ...] | Miss
     return tuple(steps)
 
 
-def _read_exp2(view: GraphView, op: CanonicalOp) -> _Link | None:
-    """``exp2(ceil(log2(s)))``, all in fp32: the next power of two."""
-    ceil = view.op(op.input)
-    log2 = view.op(ceil.input) if ceil.name == "ceil" else None
-    if log2 is None or log2.name != "log2":
-        return None
-    if any(dtype_of(node) is not torch.float32 for node in (op.node, ceil.node, log2.node, log2.input)):
-        return None
-    return _Link(op.node, (("exp2_ceil_log2",),), inside=(ceil.node, log2.node))
-
-
 def _close_chain(view: GraphView, reduction: CanonicalOp, links: list[_Link]) -> _Chain | Miss:
     absolute = peel_exact(view, reduction.input)
     if view.op(absolute.node).name != "abs":
@@ -265,7 +260,7 @@ def _quantisation(
     problem = cast.problem or _check_groups(chain, measured, value, data)
     if problem is not None:
         return problem
-    inner = {*cast.nodes, *value.trail, *measured.trail, *chain.nodes}
+    inner = {*cast.nodes, *value.trail, *measured.trail, *chain.nodes, *private_buffers(view, value.trail)}
     inner |= {node for link in chain.links for node in (link.node, *link.inside)}
     stored = _stored_link(view, chain.links, {*inner, codes})
     after = chain.links[stored + 1 :]
@@ -291,6 +286,18 @@ def _quantisation(
         dependents=frozenset(dependents),
         scale_family=family[: family.index(scales) + 1],
     )
+
+
+def private_buffers(view: GraphView, trail: Iterable[Node]) -> Iterable[Node]:
+    """Fresh tensors that the data passes through because it fills them (DeepGEMM pads so), and what filled them before.
+
+    They are part of the site: that nobody else reads them is for the checks to find.
+    """
+    for node in trail:
+        target = overwritten_operand(node)
+        versions = view.family(target)[: view.family(target).index(node)] if target is not None else ()
+        if versions and view.op(versions[0]).name in CREATIONS:
+            yield from versions
 
 
 def _join(links: Iterable[_Link]) -> tuple[Step, ...]:
