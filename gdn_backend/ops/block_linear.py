@@ -38,8 +38,8 @@ def block_scaled_linear(
     return torch.ops.gdn_backend.block_scaled_linear(codes, scales, weight, weight_scales, out_dtype)
 
 
-# An op rather than a function: in the graph that Dynamo captures the codes must be read by a matmul. Widened in the open
-# they would look like simulated quantisation. AOTAutograd takes the op apart, so Inductor sees what is inside.
+# An op rather than a function: in the graph that Dynamo captures the codes must be read by a matmul. Widened in the
+# open they would look like simulated quantisation. AOTAutograd takes the op apart, so Inductor sees what is inside.
 @torch.library.triton_op("gdn_backend::block_scaled_linear", mutates_args=())
 def block_scaled_linear_op(
     codes: torch.Tensor,
