@@ -53,7 +53,8 @@ def remark(spec: FusedSpec, operands: Operands) -> str:
     inexact = _inexact(spec)
     remarks = [f"not exact: {inexact}"] if inexact else []
     if operands.strided:
-        remarks.append(f"copies {' and '.join(operands.strided)}, which are not contiguous")
+        verb = "is" if len(operands.strided) == 1 else "are"
+        remarks.append(f"copies {' and '.join(operands.strided)}, which {verb} not contiguous")
     return "; ".join(remarks)
 
 

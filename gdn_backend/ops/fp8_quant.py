@@ -51,11 +51,14 @@ def fp8_quant(
         RuntimeError: ``x`` requires a gradient; quantisation has none.
     """
     _check_input(x)
-    width = operator.index(x.shape[-1])  # torch.compile(dynamic=True) makes every size symbolic; this one is not
-    if group_size is not None and (group_size <= 0 or width % group_size):
+    is_per_token = group_size is None
+    # torch.compile(dynamic=True) makes every number symbolic; an index settles these two.
+    width = operator.index(x.shape[-1])
+    group_size = width if group_size is None else operator.index(group_size)
+    if group_size <= 0 or width % group_size:
         raise ValueError(f"group_size={group_size} does not divide the last dimension of {tuple(x.shape)}")
     spec = _encode(x.device, fp8_dtype, quant.arguments())
-    return torch.ops.gdn_backend.fp8_quant(x, PER_TOKEN if group_size is None else group_size, spec)
+    return torch.ops.gdn_backend.fp8_quant(x, PER_TOKEN if is_per_token else group_size, spec)
 
 
 def _check_input(x: torch.Tensor) -> None:

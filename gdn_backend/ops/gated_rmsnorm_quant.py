@@ -158,9 +158,10 @@ def gated_rmsnorm_fp8_quant(
     """
     tensors = {"x": x, "gate": gate, "weight": weight, "bias": bias}
     _check_tensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
-    # torch.compile(dynamic=True) makes every size symbolic; the row's are not to be.
-    num_heads, head_dim = operator.index(x.shape[-2]), operator.index(x.shape[-1])
-    hidden_size = num_heads * head_dim
+    # torch.compile(dynamic=True) makes every number symbolic, and those of the spec are not to be: a size is settled by
+    # taking it as an index, a float by comparing it.
+    head_dim = operator.index(x.shape[-1])
+    hidden_size = operator.index(x.shape[-2]) * head_dim
     call = _encode(
         x.device,
         tuple(None if tensor is None else tensor.dtype for tensor in tensors.values()),
@@ -168,12 +169,12 @@ def gated_rmsnorm_fp8_quant(
         (
             ("hidden_size", hidden_size),
             ("head_dim", head_dim),
-            ("norm_size", norm_size or head_dim),
-            ("group_size", hidden_size if group_size is None else group_size),
+            ("norm_size", head_dim if norm_size is None else operator.index(norm_size)),
+            ("group_size", hidden_size if group_size is None else operator.index(group_size)),
             ("granularity", "token" if group_size is None else "group"),
             ("activation", activation),
             ("norm_before_gate", norm_before_gate),
-            ("weight_offset", float(weight_offset)),
+            ("weight_offset", next((value for value in (0.0, 1.0) if weight_offset == value), weight_offset)),
             ("roundings", tuple(roundings)),
         ),
         quant.arguments(),
