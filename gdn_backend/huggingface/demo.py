@@ -18,7 +18,7 @@ import torch
 
 import gdn_backend
 from gdn_backend.huggingface.block_fp8 import QUANTISATIONS
-from gdn_backend.huggingface.models import Qwen3NextSize, build_qwen3_next, new_cache
+from gdn_backend.huggingface.models import MIN_LAYERS, Qwen3NextSize, build_qwen3_next, new_cache
 from gdn_backend.huggingface.taps import SiteDistance, TappedModel, compare_with_eager
 from gdn_backend.options import resolve_settings
 from gdn_backend.report.model import FusionReport
@@ -66,9 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gdn_backend demo", description=__doc__)
     add_arguments(parser)
     parsed = parser.parse_args(arguments)
-    for name in ("layers", "seeds"):
-        if getattr(parsed, name) < 1:
-            parser.error(f"--{name} must be at least 1")
+    for name, least in (("layers", MIN_LAYERS), ("seeds", 1)):
+        if getattr(parsed, name) < least:
+            parser.error(f"--{name} must be at least {least}")
     return run(parsed)
 
 

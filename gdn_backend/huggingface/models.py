@@ -13,11 +13,16 @@ from gdn_backend.huggingface.block_fp8 import quantise_linears
 
 #: Every fourth layer of Qwen3-Next is an attention layer, the others are Gated DeltaNet layers.
 ATTENTION_INTERVAL = 4
+#: A cache counts its tokens by an attention layer, so a model needs one.
+MIN_LAYERS = 2
 
 
 @dataclass(frozen=True)
 class Qwen3NextSize:
-    """The sizes of a small Qwen3-Next; heads of the Gated DeltaNet layers are 128 wide, as in the released model."""
+    """The sizes of a small Qwen3-Next; heads of the Gated DeltaNet layers are 128 wide, as in the released model.
+
+    Every fourth layer is an attention layer; of two or three layers it is the last.
+    """
 
     num_layers: int = 4
     num_key_heads: int = 2
@@ -28,10 +33,21 @@ class Qwen3NextSize:
     experts_per_token: int = 2
     vocab_size: int = 512
 
+    def __post_init__(self) -> None:
+        if self.num_layers < MIN_LAYERS:
+            raise ValueError(f"num_layers={self.num_layers}: expected at least {MIN_LAYERS}")
+
+    @property
+    def layer_types(self) -> list[str]:
+        """What each layer is, as the configuration spells it."""
+        interval = min(ATTENTION_INTERVAL, self.num_layers)
+        is_attention = [(index + 1) % interval == 0 for index in range(self.num_layers)]
+        return ["full_attention" if attention else "linear_attention" for attention in is_attention]
+
     @property
     def num_gated_delta_layers(self) -> int:
         """Layers with a gated norm in front of their output projection."""
-        return self.num_layers - self.num_layers // ATTENTION_INTERVAL
+        return self.layer_types.count("linear_attention")
 
 
 def qwen3_next_config(size: Qwen3NextSize) -> Any:
@@ -42,6 +58,7 @@ def qwen3_next_config(size: Qwen3NextSize) -> Any:
         vocab_size=size.vocab_size,
         hidden_size=size.hidden_size,
         num_hidden_layers=size.num_layers,
+        layer_types=size.layer_types,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=128,

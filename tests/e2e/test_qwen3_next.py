@@ -25,7 +25,9 @@ from gdn_backend.report.model import FusionReport, SiteReport
 
 transformers = pytest.importorskip("transformers")
 
-ONE_LAYER = Qwen3NextSize(num_layers=1)
+pytestmark = pytest.mark.timeout(900)  # the shared model is traced in the time of the first test that asks for it
+
+ONE_SITE = Qwen3NextSize(num_layers=2)
 TOKENS = torch.tensor([[5, 17, 3, 250, 42, 8, 111, 9]])
 
 
@@ -105,33 +107,30 @@ def run_tapped(model: Any, **settings: Any) -> tuple[list[SiteReport], list[bool
 @pytest.mark.parametrize(
     ("quantisation", "sink", "granularity", "group_size"),
     [
-        ("decomposed", "decomposed", "group", 128),
         ("op", "gdn_backend::fp8_quant", "group", 128),
         ("token", "decomposed", "token", 512),
     ],
 )
 def test_forms_of_quantisation(quantisation: str, sink: str, granularity: str, group_size: int) -> None:
-    sites, exact, _ = run_tapped(build_qwen3_next(Qwen3NextSize(num_layers=2), quantisation=quantisation))
-    assert [site.status for site in sites] == ["fused"] * 4, [site.detail for site in sites]
+    sites, exact, _ = run_tapped(build_qwen3_next(ONE_SITE, quantisation=quantisation))
+    assert [site.status for site in sites] == ["fused"] * 2, [site.detail for site in sites]
     assert {(site.sink, site.granularity, site.group_size) for site in sites} == {(sink, granularity, group_size)}
-    assert exact == [True] * 4
+    assert exact == [True] * 2
 
 
 @pytest.mark.usefixtures("passes_only")
-@pytest.mark.parametrize(("num_key_heads", "num_value_heads"), [(2, 2), (1, 4)])
-def test_gate_layouts(num_key_heads: int, num_value_heads: int) -> None:
-    size = Qwen3NextSize(num_layers=1, num_key_heads=num_key_heads, num_value_heads=num_value_heads)
+def test_gate_that_is_a_strided_view() -> None:
+    size = Qwen3NextSize(num_layers=2, num_key_heads=2, num_value_heads=2)
     sites, exact, seen = run_tapped(build_qwen3_next(size))
-    assert [(site.status, site.num_heads) for site in sites] == [("fused", num_value_heads)] * 2
+    assert [(site.status, site.num_heads) for site in sites] == [("fused", 2)] * 2
     assert exact == [True] * 2
-    ((_, gate, _, _),) = seen.values()
-    assert gate.is_contiguous() == (num_key_heads != num_value_heads)
+    assert not any(gate.is_contiguous() for _, gate, _, _ in seen.values())
 
 
 @pytest.mark.usefixtures("passes_only")
 def test_growing_cache() -> None:
     """Keys and values that grow: the decode graph's lengths become symbolic at the second step."""
-    model = build_qwen3_next(Qwen3NextSize(num_layers=4))
+    model = build_qwen3_next(ONE_SITE)
     tapped = TappedModel(model)
     compiled = torch.compile(tapped, backend="gdn_rocm", fullgraph=True)
     cache, eager_cache = new_cache(model), new_cache(model)
@@ -140,12 +139,12 @@ def test_growing_cache() -> None:
             logits, seen = compiled(tokens, cache)
             assert torch.equal(logits, tapped(tokens, eager_cache)[0])
             assert all(site.ok for site in compare_with_eager(model, seen))
-    assert [(report.num_fused, report.num_missed) for report in gdn_backend.reports()] == [(3, 0)] * 3
+    assert [(report.num_fused, report.num_missed) for report in gdn_backend.reports()] == [(1, 0)] * 3
 
 
 @pytest.mark.usefixtures("passes_only")
 def test_without_no_grad_the_report_says_so() -> None:
-    model = build_qwen3_next(ONE_LAYER)
+    model = build_qwen3_next(ONE_SITE)
     torch.compile(model, backend="gdn_rocm")(input_ids=TOKENS, use_cache=False)
     (report,) = gdn_backend.reports()
     assert report.num_fused == 0
@@ -155,19 +154,19 @@ def test_without_no_grad_the_report_says_so() -> None:
 
 @pytest.mark.usefixtures("passes_only")
 def test_generate() -> None:
-    model = build_qwen3_next(Qwen3NextSize(num_layers=4))
+    model = build_qwen3_next(ONE_SITE)
     settings = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(TOKENS, **settings)
     model.compile(backend="gdn_rocm")
     assert torch.equal(model.generate(TOKENS, **settings), expected)
     reports = [report for report in gdn_backend.reports() if report.sites]
     assert len(reports) >= 2  # prefill and decode
-    assert {(report.num_fused, report.num_missed) for report in reports} == {(3, 0)}
+    assert {(report.num_fused, report.num_missed) for report in reports} == {(1, 0)}
 
 
 @pytest.mark.usefixtures("passes_only")
 def test_demo_prints_reports_and_checks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.main(["--layers", "1", "--seeds", "1", "--device", "cpu"]) == 0
+    assert demo.main(["--layers", "2", "--seeds", "1", "--device", "cpu"]) == 0
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 5
     assert all(line.startswith("ok ") for line in printed.out.splitlines())
@@ -179,7 +178,7 @@ def test_demo_prints_reports_and_checks(capsys: pytest.CaptureFixture[str]) -> N
 def test_demo_fails_when_nothing_is_fused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("GDN_ENABLED", "0")
     monkeypatch.setenv("GDN_REPORT", "off")
-    assert demo.main(["--layers", "1", "--seeds", "1", "--device", "cpu"]) == 1
+    assert demo.main(["--layers", "2", "--seeds", "1", "--device", "cpu"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert [line.partition(":")[0] for line in printed.err.splitlines()] == ["FAILED  prefill", "FAILED  decode"]
@@ -197,7 +196,7 @@ def run_demo(*arguments: str, report: str = "off") -> tuple[subprocess.Completed
 
 
 def test_demo_through_inductor_prints_json_and_nothing_else() -> None:
-    done, result = run_demo("--layers", "1", "--seeds", "2", "--device", "cpu")
+    done, result = run_demo("--layers", "2", "--seeds", "2", "--device", "cpu")
     assert (done.returncode, done.stderr) == (0, "")
     assert result["ok"]
     assert [check["ok"] for check in result["checks"]] == [True] * 5
