@@ -18,6 +18,7 @@ import torch
 from torch.fx import Node
 
 from gdn_backend.fusion.match import GatedNorm, Miss, Reason
+from gdn_backend.fusion.norm_ops import NormCall, find_gated_norm_call, read_norm_call
 from gdn_backend.fusion.walk import Peeled, dtype_of, peel, peel_exact
 from gdn_backend.graph.canonical import CanonicalOp, GraphView
 from gdn_backend.graph.shapes import same_shape, same_size, shape_of, static_int, tensor_of, value_of
@@ -72,7 +73,7 @@ class _Activated:
 def find_gated_norm(view: GraphView, value: Node) -> GatedNorm | None:
     """The gated norm whose result, through casts and reshapes, is ``value``; None where there is none."""
     top = peel(view, value)
-    for find in (_norm_before_gate, _gate_before_norm, _weight_after_gate):
+    for find in (_norm_before_gate, _gate_before_norm, _weight_after_gate, find_gated_norm_call):
         norm = find(view, top)
         if norm is not None:
             return norm
@@ -189,7 +190,7 @@ def _find_normalised(view: GraphView, node: Node) -> _Normalised | None:
     for left, right in _factors(op):
         vector = _find_vector(view, right, left)
         inner = _find_core(view, peel(view, left)) if vector else None
-        if inner is not None and vector is not None:
+        if inner is not None and vector is not None and inner.weight is None:
             return _extend(view, inner, top, left, vector, "weight")
     return None
 
@@ -214,6 +215,9 @@ def _extend(view: GraphView, inner: _Normalised, top: Peeled, operand: Node, vec
 def _find_core(view: GraphView, top: Peeled) -> _Normalised | None:
     """``h * rsqrt(mean(h²) + eps)`` at ``top.node``; ``h / sqrt(...)`` rounds otherwise and comes with that problem."""
     op = view.op(top.node)
+    call = read_norm_call(view, top.node)
+    if call is not None:
+        return _core_of_call(view, top, call)
     orders = list(_factors(op)) or ([(op.input, op.args["other"])] if op.name == "div" else [])
     for h, r in orders:
         if tensor_of(h) is None or tensor_of(r) is None:
@@ -222,6 +226,20 @@ def _find_core(view: GraphView, top: Peeled) -> _Normalised | None:
         if found is not None:
             return replace(found, nodes=(*found.nodes, *top.trail, top.node))
     return None
+
+
+def _core_of_call(view: GraphView, top: Peeled, call: NormCall) -> _Normalised:
+    vector = _find_vector(view, call.weight, call.h) if call.weight is not None else None
+    return _Normalised(
+        h=call.h,
+        eps=call.eps,
+        norm_size=call.norm_size,
+        nodes=(*top.trail, top.node, *(vector.nodes if vector else ())),
+        last_point="weight" if vector else "norm",
+        problem=call.problem or (vector.problem if vector else None),
+        weight=vector,
+        roundings=vector.roundings if vector else (),
+    )
 
 
 def _find_root_mean_square(view: GraphView, h: Node, r: Node, divides: bool) -> _Normalised | None:
@@ -274,7 +292,7 @@ def _split_eps(op: CanonicalOp) -> tuple[float | Node | None, Node]:
         return float(-right if op.name == "sub" else right), left
     if isinstance(right, Node) and isinstance(value_of(right), torch.SymFloat | torch.SymInt) and op.name == "add":
         return right, left
-    return None, left if shape_of(left) else right
+    return None, left if len(shape_of(left)) >= len(shape_of(right)) else right
 
 
 def _find_mean_square(

@@ -20,6 +20,7 @@ from gdn_backend.fusion.sinks.decomposed import find_decomposed
 from gdn_backend.fusion.sinks.own_op import find_own_op
 from gdn_backend.fusion.sinks.unknown_op import find_unknown_op
 from gdn_backend.fusion.sinks.vllm_ops import find_vllm_op
+from gdn_backend.fusion.unquantised import describe_unquantised
 from gdn_backend.fusion.walk import peel
 from gdn_backend.graph.canonical import CREATIONS, GraphView, spelled_name
 from gdn_backend.graph.reshape import passed_shapes
@@ -74,6 +75,9 @@ def find_sites(graph: Graph, *, group_sizes: frozenset[int]) -> SearchResult:
             result.matches.append(found)
         elif found is not None:
             result.misses.append(found)
+    facts = [*(match.facts for match in result.matches), *(miss.facts for miss in result.misses)]
+    norms = {site.norm for site in facts if site is not None}
+    result.notes += describe_unquantised(view, norms)
     return result
 
 

@@ -139,6 +139,16 @@ def qualified_op_name(node: Node) -> str | None:
     return None
 
 
+def op_arguments(node: Node) -> dict[str, Any]:
+    """The arguments of a custom op by the names of its schema, defaults included; the first overload of a packet."""
+    target: Any = node.target
+    overload = target if isinstance(target, torch._ops.OpOverload) else getattr(target, target.overloads()[0])
+    parameters = overload._schema.arguments
+    bound = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
+    bound |= dict(zip((parameter.name for parameter in parameters), node.args, strict=False))
+    return {**bound, **node.kwargs}
+
+
 def is_inplace_name(name: str) -> bool:
     """True for ``mul_`` and for ``imul``, the function behind ``*=``."""
     if name.startswith("__"):

@@ -22,12 +22,11 @@ from gdn_backend.fusion.sinks.results import (
     formula_miss,
     fresh_buffers,
     layout_miss,
-    op_arguments,
     refused,
     scale_layout,
     tuple_results,
 )
-from gdn_backend.graph.canonical import GraphView, qualified_op_name
+from gdn_backend.graph.canonical import GraphView, op_arguments, qualified_op_name
 from gdn_backend.graph.shapes import is_contiguous, tensor_of
 from gdn_backend.ops.spec import QuantSpec, Step
 

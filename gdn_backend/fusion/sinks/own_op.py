@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.fx import Node
 
 from gdn_backend.fusion.match import Candidate
-from gdn_backend.fusion.sinks.results import OpCall, candidate, op_arguments, row_width, tuple_results
-from gdn_backend.graph.canonical import GraphView, qualified_op_name
+from gdn_backend.fusion.sinks.results import OpCall, candidate, row_width, tuple_results
+from gdn_backend.graph.canonical import GraphView, op_arguments, qualified_op_name
 from gdn_backend.graph.shapes import tensor_of
 from gdn_backend.ops.call import PER_TOKEN, decode_quant
 

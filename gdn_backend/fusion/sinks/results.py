@@ -35,16 +35,6 @@ class OpCall:
     is_writer: bool = False  # codes and scales were made before the op, which fills them
 
 
-def op_arguments(node: Node) -> dict[str, Any]:
-    """The arguments of a custom op by the names of its schema, defaults included; the first overload of a packet."""
-    target: Any = node.target
-    overload = target if isinstance(target, torch._ops.OpOverload) else getattr(target, target.overloads()[0])
-    parameters = overload._schema.arguments
-    bound = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
-    bound |= dict(zip((parameter.name for parameter in parameters), node.args, strict=False))
-    return {**bound, **node.kwargs}
-
-
 def tuple_results(view: GraphView, node: Node) -> dict[int, Node]:
     """The results of a call that returns a tuple, by their index, those that are read."""
     return {view.op(user).get("index"): user for user in node.users if view.op(user).name == "item"}

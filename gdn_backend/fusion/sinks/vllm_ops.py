@@ -31,14 +31,13 @@ from gdn_backend.fusion.sinks.results import (
     formula_miss,
     fresh_buffers,
     layout_miss,
-    op_arguments,
     refused,
     row_width,
     scale_layout,
     tuple_results,
 )
 from gdn_backend.fusion.walk import dtype_of
-from gdn_backend.graph.canonical import GraphView, qualified_op_name
+from gdn_backend.graph.canonical import GraphView, op_arguments, qualified_op_name
 from gdn_backend.graph.shapes import tensor_of
 from gdn_backend.ops.spec import QuantSpec, Step
 
