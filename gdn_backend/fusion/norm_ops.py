@@ -2,8 +2,8 @@
 
 ``torch.rms_norm`` (``nn.RMSNorm``, ``F.rms_norm``) computes in fp32, weight included, and rounds once, to the input's
 dtype (aten/src/ATen/native/layer_norm.cpp, ``rms_norm_symint``; the fused kernel rounds in the same place); an absent
-eps is the epsilon of fp32, the dtype that it computes in. Seen with torch 2.13 on a CPU, 2.11 on a CPU and an H200: bf16
-byte-equal to that chain, fp16 and fp32 up to reduction order.
+eps is the epsilon of fp32, the dtype that it computes in. Seen with torch 2.13 on a CPU, 2.11 on a CPU and an H200:
+bf16 byte-equal to that chain, fp16 and fp32 up to reduction order.
 
 ``vllm::fla_rms_norm_gated(x, z?, weight, eps, group_size?, norm_before_gate, activation)`` too computes in fp32 and
 rounds once, at its end (vLLM's layernorm_guard.py).
