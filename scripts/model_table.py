@@ -4,8 +4,8 @@
 
 First table: every layer is captured by Dynamo (no Inductor) as prefill and as single-token decode, with static and with
 dynamic shapes; the fused graph is interpreted and its codes and scales are compared with eager's byte by byte. Second
-table: every form of quantisation behind Qwen3-Next's norm, fused and compared, or refused by name. Ops of other packages
-are stand-ins with their schemas and formulas.
+table: every form of quantisation behind Qwen3-Next's norm, fused and compared, or refused by name. Ops of other
+packages are stand-ins with their schemas and formulas.
 """
 
 from __future__ import annotations
