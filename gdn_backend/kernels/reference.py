@@ -14,10 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gdn_backend.ops.outputs import pad_for_tma
 from gdn_backend.ops.spec import (
     Activation,
     FusedSpec,
     QuantSpec,
+    ScaleLayout,
     Step,
     check_roundings,
     dtype_from_name,
@@ -112,9 +114,7 @@ def quantise(y: Tensor, group_size: int, quant: QuantSpec, fp8_dtype: torch.dtyp
     # Elementwise operations keep the strides of what they read, which need not be row-major.
     codes = scaled.to(fp8_dtype).reshape(rows, row_size).contiguous()
     scales = scales.reshape(rows, num_groups).contiguous()
-    if quant.scale_layout == "column":
-        scales = scales.t().clone(memory_format=torch.contiguous_format).t()
-    return codes, scales
+    return codes, _in_layout(scales, quant.scale_layout)
 
 
 def reference(
@@ -201,6 +201,17 @@ def _apply_steps(value: Tensor, steps: tuple[Step, ...]) -> Tensor:
             case _:
                 raise ValueError(f"scale step {(name, *arguments)!r}: wrong arguments")
     return value
+
+
+def _in_layout(scales: Tensor, layout: ScaleLayout) -> Tensor:
+    """Contiguous ``[T, G]`` in the memory layout that the output contract names."""
+    if layout == "row":
+        return scales
+    columns = scales.t().clone(memory_format=torch.contiguous_format)
+    if layout == "column_tma":
+        rows = scales.shape[0]
+        columns = torch.nn.functional.pad(columns, (0, pad_for_tma(rows) - rows))[:, :rows]
+    return columns.t()
 
 
 def _ceil_to_power_of_two(value: Tensor) -> Tensor:

@@ -26,12 +26,16 @@ import dataclasses
 import functools
 import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 Activation = Literal["silu", "sigmoid"]
 Step = tuple[str, float | str] | tuple[str]
+
+#: Memory of the scales ``[T, G]``: strides ``(G, 1)``, ``(1, T)``, or ``(1, T')`` with T' the next multiple of 4, for
+#: which a column starts at 16 bytes, as the TMA of NVIDIA's matmuls wants it.
+ScaleLayout = Literal["row", "column", "column_tma"]
 
 #: Rounding points in the order of the chain; an entry of ``roundings`` is ``"point:dtype"``, e.g. ``"norm:bfloat16"``.
 ROUNDING_POINTS = ("activation", "gated", "norm", "offset", "weight", "bias", "output")
@@ -79,12 +83,15 @@ class QuantSpec:
     operation: Literal["divide", "multiply"] = "divide"
     clamp: float | None = None  # codes' input is held to [-clamp, clamp]; None: not clamped
     quotient: str | None = None  # dtype that y / factor is rounded to before the FP8 cast; None: fp32
-    scale_layout: Literal["row", "column"] = "row"  # column: [T, G] with strides (1, T)
+    scale_layout: ScaleLayout = "row"
 
     def __post_init__(self) -> None:
         for step in (*(self.scale_steps or ()), *self.factor_steps):
             if step[0] not in STEP_NAMES:
                 raise ValueError(f"unknown scale step {step!r}; known steps: {', '.join(STEP_NAMES)}")
+        for name, kinds in (("operation", ("divide", "multiply")), ("scale_layout", get_args(ScaleLayout))):
+            if getattr(self, name) not in kinds:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(kinds)}")
 
     def resolve(self, fp8_dtype: torch.dtype) -> QuantSpec:
         """The same spec with the default formula written out for ``fp8_dtype``."""

@@ -24,6 +24,7 @@ from tests.kernels.naive import NORM_FORMS, quant_vllm, qwen3_next
 QWEN = NORM_FORMS[0].roundings(torch.bfloat16)
 SPEC = FusedSpec(512, 128, 128, 128, roundings=QWEN)
 COLUMN = dataclasses.replace(SPEC, quant=QuantSpec(scale_layout="column"))
+TMA = dataclasses.replace(SPEC, quant=QuantSpec(scale_layout="column_tma"))
 TOKEN = dataclasses.replace(SPEC, group_size=512, granularity="token")
 OLMO = FusedSpec(768, 192, 192, 128, roundings=QWEN)
 
@@ -46,8 +47,8 @@ def assert_equal(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor]) -> 
 
 
 class TestGraphOp:
-    @pytest.mark.parametrize("spec", [SPEC, COLUMN, TOKEN, OLMO], ids=["row", "column", "token", "olmo"])
-    @pytest.mark.parametrize("num_tokens", [0, 1, 5])
+    @pytest.mark.parametrize("spec", [SPEC, COLUMN, TMA, TOKEN, OLMO], ids=["row", "column", "tma", "token", "olmo"])
+    @pytest.mark.parametrize("num_tokens", [0, 1, 5, 8])
     def test_keeps_the_contract(self, spec: FusedSpec, num_tokens: int) -> None:
         x, gate, weight = make_inputs(num_tokens, 4, spec.head_dim)
         codes, scales = OPS.gated_rmsnorm_fp8_quant(x, gate, weight, None, 1e-6, encode_call(spec, "reference"))
@@ -62,10 +63,11 @@ class TestGraphOp:
             ("gated_rmsnorm_fp8_quant", SPEC, 0),
             ("gated_rmsnorm_fp8_quant", SPEC, 1),
             ("gated_rmsnorm_fp8_quant", COLUMN, 5),
+            ("gated_rmsnorm_fp8_quant", TMA, 5),
             ("gated_rmsnorm_fp8_quant", TOKEN, 5),
             ("reference_gated_rmsnorm_fp8_quant", COLUMN, 5),
         ],
-        ids=["none", "one", "column", "token", "opaque"],
+        ids=["none", "one", "column", "tma", "token", "opaque"],
     )
     def test_opcheck(self, op: str, spec: FusedSpec, num_tokens: int) -> None:
         x, gate, weight = make_inputs(num_tokens)
@@ -100,7 +102,7 @@ class TestGraphOp:
 
 
 class TestCompiled:
-    @pytest.mark.parametrize("spec", [COLUMN, TOKEN, OLMO], ids=["column", "token", "olmo"])
+    @pytest.mark.parametrize("spec", [TMA, TOKEN, OLMO], ids=["tma", "token", "olmo"])
     def test_is_exact(self, spec: FusedSpec) -> None:
         call = encode_call(spec, "reference")
 
@@ -307,3 +309,16 @@ def test_importing_the_package_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scale_steps": (("sqrt",),)}, "unknown scale step"),
+        ({"operation": "divided"}, "operation='divided': expected one of divide, multiply"),
+        ({"scale_layout": "diagonal"}, "scale_layout='diagonal': expected one of row, column, column_tma"),
+    ],
+)
+def test_a_formula_that_does_not_exist(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuantSpec(**fields)

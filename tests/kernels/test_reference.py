@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gdn_backend import rms_norm_gated
 from gdn_backend.kernels.reference import quantise, reference
-from gdn_backend.ops.spec import FusedSpec, QuantSpec, dtype_name
+from gdn_backend.ops.spec import FusedSpec, QuantSpec, ScaleLayout, dtype_name
 from tests.kernels.naive import NORM_FORMS, QUANT_FORMS, NormForm, QuantForm, mamba2, qwen3_next
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -269,11 +269,12 @@ class TestQuantise:
         y = torch.full((1, 128), value)
         assert quantise(y, 128, QuantSpec((("ceil_pow2_bits",),)), torch.float8_e4m3fn)[1].item() == scale
 
-    def test_column_major_scales(self) -> None:
+    @pytest.mark.parametrize(("layout", "stride"), [("column", 6), ("column_tma", 8)])
+    def test_column_major_scales(self, layout: ScaleLayout, stride: int) -> None:
         y = random(6, 512)
-        codes, scales = quantise(y, 128, QuantSpec(scale_layout="column"), torch.float8_e4m3fn)
+        codes, scales = quantise(y, 128, QuantSpec(scale_layout=layout), torch.float8_e4m3fn)
         row_codes, row_scales = quantise(y, 128, QuantSpec(), torch.float8_e4m3fn)
-        assert scales.stride() == (1, 6)
+        assert scales.stride() == (1, stride)
         assert_same_bytes(scales, row_scales)
         assert_same_bytes(codes, row_codes)
 
