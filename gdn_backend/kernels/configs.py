@@ -18,14 +18,14 @@ class LaunchConfig:
     num_warps: int
     tiles: int = 1  # of one program, which then loads one while it computes the other
 
-    def arguments(self, piece: int, pieces: int, warp_size: int) -> dict[str, int | bool]:
+    def arguments(self, piece: int, pieces: int, warp_size: int) -> dict[str, int]:
         """The kernel's arguments and launch options for units of ``pieces`` pieces of ``piece`` values."""
         width = piece // self.chunks
         values_per_thread = self.units * pieces * piece // (self.num_warps * warp_size)
         return {
             "UNITS": self.units,
             "CHUNKS": self.chunks,
-            "LOOP": self.tiles > 1,
+            "TILES": self.tiles,
             # Threads that share a row: each holds 16 bytes of 16-bit values at a time, less where there are too few.
             "LANES": max(1, width // max(1, min(8, values_per_thread))),
             "num_warps": self.num_warps,

@@ -32,16 +32,16 @@ OVERFLOWS = {"float8_e4m3fn": 464.0, "float8_e4m3fnuz": 247.99998}
 class _RowLayout:
     """Where the rows of a tensor lie: token ``t``, column ``c`` at
 
-    ``(t // inner_tokens) * outer_stride + (t % inner_tokens) * token_stride + (c // run) * run_stride + c % run``,
-    without the first two terms split where ``two_levels`` is False. Strides in elements.
+    ``(t // inner_tokens) * outer_stride + (t % inner_tokens) * token_stride + (c // run) * run_stride + c % run``
+    with two levels, ``t * token_stride + …`` with one, and at ``t * hidden_size + c`` with none. Strides in elements.
     """
 
     run: int
-    run_stride: Size
-    token_stride: Size
+    levels: int = 0
+    run_stride: Size = 0
+    token_stride: Size = 0
     outer_stride: Size = 0
     inner_tokens: Size = 1
-    two_levels: bool = False
 
     def arguments(self, name: str) -> dict[str, Any]:
         """The kernel's arguments for the tensor ``name``."""
@@ -51,7 +51,7 @@ class _RowLayout:
             f"{name}_inner_tokens": self.inner_tokens,
             f"{name}_run_stride": self.run_stride,
             f"{name.upper()}_RUN": self.run,
-            f"{name.upper()}_TWO_LEVELS": self.two_levels,
+            f"{name.upper()}_LEVELS": self.levels,
         }
 
 
@@ -75,7 +75,7 @@ def _row_layout(tensor: torch.Tensor, hidden_size: int) -> _RowLayout | None:
     rest = hidden_size
     dimensions = _merged_dimensions(tensor)
     if statically_known_true(tensor.numel() == 0):
-        return _RowLayout(hidden_size, hidden_size, hidden_size)
+        return _RowLayout(hidden_size)
     for size, stride in dimensions:
         if rest == 1:
             tokens.append((size, stride))
@@ -91,10 +91,13 @@ def _row_layout(tensor: torch.Tensor, hidden_size: int) -> _RowLayout | None:
     if rest != 1 or len(row) > 2 or len(tokens) > 2 or not statically_known_true(row[0][1] == 1):
         return None
     run = row[0][0]
-    run_stride = row[1][1] if len(row) == 2 else run
-    if len(tokens) < 2:
-        return _RowLayout(run, run_stride, tokens[0][1] if tokens else hidden_size)
-    return _RowLayout(run, run_stride, tokens[0][1], tokens[1][1], tokens[0][0], True)
+    run_stride = row[1][1] if len(row) == 2 else 0
+    if len(tokens) == 2:
+        return _RowLayout(run, 2, run_stride, tokens[0][1], tokens[1][1], tokens[0][0])
+    token_stride = tokens[0][1] if tokens else hidden_size
+    if run == hidden_size and statically_known_true(token_stride == hidden_size):
+        return _RowLayout(hidden_size)
+    return _RowLayout(run, 1, run_stride, token_stride)
 
 
 @dataclass(frozen=True)
@@ -231,6 +234,7 @@ def plan(
         "num_units": num_units,
         "scale_token_stride": scales.stride(0),
         "scale_group_stride": scales.stride(1),
+        "SCALES_FLAT": scales.is_contiguous(),
         "PTX": machine.ptx,
         "ACTIVATION_DIVISION": "approximate" if machine.ptx and approximate else "ieee",
         "CAST": "hardware" if hardware_cast else f"{spec.fp8_dtype} by bits",
@@ -252,7 +256,7 @@ def _readable(tensor: torch.Tensor, hidden_size: int, piece: int) -> tuple[torch
     layout = _row_layout(tensor, hidden_size)
     if layout is not None and layout.run % piece == 0:
         return tensor, layout
-    return tensor.contiguous(), _RowLayout(hidden_size, hidden_size, hidden_size)
+    return tensor.contiguous(), _RowLayout(hidden_size)
 
 
 def _constants(

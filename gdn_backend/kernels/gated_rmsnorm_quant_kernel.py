@@ -216,13 +216,26 @@ def _row_sums(values, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _row_maxima(values, ROWS: tl.constexpr):
-    """Largest magnitudes over the columns and chunks of a tile, ``[ROWS]``; NaN wins."""
+def _larger_integer(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _row_maxima(values, ROWS: tl.constexpr, LANES: tl.constexpr):
+    """Largest magnitudes over the columns and chunks of a tile, ``[ROWS]``; NaN wins.
+
+    Where a whole warp holds a row, by their bits, which order like the magnitudes with NaN on top: the maximum of 32
+    integers is one instruction on NVIDIA.
+    """
     CHUNKS: tl.constexpr = values.shape[0] // ROWS
-    values = tl.abs(values)
-    if CHUNKS > 1:
-        values = tl.reduce(tl.reshape(values, [CHUNKS, ROWS, values.shape[1]]), 0, _larger)
-    return tl.reduce(values, 1, _larger)
+    if LANES == 32 and CHUNKS == 1:
+        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        return tl.reduce(bits, 1, _larger_integer).to(tl.float32, bitcast=True)
+    else:
+        values = tl.abs(values)
+        if CHUNKS > 1:
+            values = tl.reduce(tl.reshape(values, [CHUNKS, ROWS, values.shape[1]]), 0, _larger)
+        return tl.reduce(values, 1, _larger)
 
 
 @triton.jit
@@ -353,61 +366,43 @@ def _fp8_bytes(value, FNUZ: tl.constexpr):
 
 # fmt: off
 @triton.jit
-def _piece_offsets(
-    token, column, token_stride, outer_stride, inner_tokens, run_stride,
-    HIDDEN: tl.constexpr, RUN: tl.constexpr, TWO_LEVELS: tl.constexpr,
+def _locate(
+    pointer, tile, place, inside, token_stride, outer_stride, inner_tokens, run_stride,
+    HIDDEN: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr, LEVELS: tl.constexpr,
 ):
     # fmt: on
-    """Element offsets, int64, of the pieces that start at ``column`` of ``token`` (both ``[ROWS]``)."""
-    token = token.to(tl.int64)
-    if TWO_LEVELS:
-        offsets = (token // inner_tokens) * outer_stride + (token % inner_tokens) * token_stride
+    """Pointers ``[LINES, WIDTH]`` to a tile of a tensor whose tokens lie as LEVELS says (see ``_RowLayout``).
+
+    What is the same for the whole tile stays scalar, so that the threads have few 64-bit offsets to compute.
+    """
+    token, start, column, flat, _ = place
+    if LEVELS == 0:  # contiguous: neither tokens nor runs matter
+        # A thread takes eight values at a time: more would not be one access of 16-bit values, and codes go along.
+        offsets = tl.max_contiguous(flat[:, None] + inside, [1, 8])
+        return pointer + tl.cast(tile, tl.int64) * (UNITS * UNIT) + offsets
+    token = tl.cast(token, tl.int64)
+    if LEVELS == 2:
+        pointer += (token // inner_tokens) * outer_stride + (token % inner_tokens) * token_stride
     else:
-        offsets = token * token_stride
+        pointer += token * token_stride
     if RUN == HIDDEN:
-        return offsets + column
+        return pointer + start + (column[:, None] + inside)
+    elif (HIDDEN // UNIT) % UNITS == 0 and (UNITS * UNIT) % RUN == 0:
+        pointer += tl.cast(start // RUN, tl.int64) * run_stride
+        return pointer + ((column // RUN).to(tl.int64) * run_stride + column % RUN)[:, None] + inside
     else:
-        return offsets + (column // RUN).to(tl.int64) * run_stride + column % RUN
+        column += start
+        return pointer + ((column // RUN).to(tl.int64) * run_stride + column % RUN)[:, None] + inside
 
 
 @triton.jit
-def _load_parameter(pointer, column, inside, valid, MASKED: tl.constexpr, WIDTH_OF_PARAMETER: tl.constexpr):
-    """A weight or bias that repeats along the row, for a tile whose lines start at ``column``.
+def _load_parameter(pointer, place, inside, MASKED: tl.constexpr, SIZE: tl.constexpr):
+    """A weight or bias of SIZE values, which repeats along the row, for a tile.
 
     Loaded in the tile's full shape: a narrower load would get another layout, and everything after it too.
     """
-    column = column % WIDTH_OF_PARAMETER
-    return _load(pointer + column[:, None] + inside, valid[:, None], MASKED, False)
-
-
-# fmt: off
-@triton.jit
-def _load_inputs(
-    x_ptr, gate_ptr, token, column, inside, valid,
-    x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
-    gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
-    HIDDEN: tl.constexpr, X_RUN: tl.constexpr, X_TWO_LEVELS: tl.constexpr,
-    GATE_RUN: tl.constexpr, GATE_TWO_LEVELS: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr,
-):
-    # fmt: on
-    """The tiles of x and gate whose lines start at ``column`` of ``token``, in their own dtypes."""
-    x_offsets = _piece_offsets(
-        token, column, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride, HIDDEN, X_RUN, X_TWO_LEVELS
-    )
-    gate_offsets = _piece_offsets(
-        token,
-        column,
-        gate_token_stride,
-        gate_outer_stride,
-        gate_inner_tokens,
-        gate_run_stride,
-        HIDDEN,
-        GATE_RUN,
-        GATE_TWO_LEVELS,
-    )
-    mask = valid[:, None]
-    x = _load(x_ptr + x_offsets[:, None] + inside, mask, MASKED, PADDED)
-    return x, _load(gate_ptr + gate_offsets[:, None] + inside, mask, MASKED, PADDED)
+    _, start, column, _, exists = place
+    return _load(pointer + (((start + column) % SIZE)[:, None] + inside), exists[:, None], MASKED, False)
 
 
 @triton.jit
@@ -424,22 +419,28 @@ def _store_scales(pointer, offsets, scales, valid, LANES: tl.constexpr):
     tl.store(pointer + spread, tl.broadcast_to(scales[:, None], shape), mask=(lanes == 0) & valid[:, None])
 
 
+# fmt: off
 @triton.jit
-def _positions(
-    tile,
-    row,
-    num_units,
-    UNITS: tl.constexpr,
-    UNITS_PER_TOKEN: tl.constexpr,
-    UNIT: tl.constexpr,
-    PIECE: tl.constexpr,
-    PIECES: tl.constexpr,
+def _place(
+    tile, row, num_units,
+    UNITS: tl.constexpr, UNITS_PER_TOKEN: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):
-    """Token and first column of the pieces with index ``row`` in a tile, and whether there are such."""
-    unit = tile * UNITS + row // PIECES
-    piece = row % PIECES
-    column = (unit % UNITS_PER_TOKEN) * UNIT + piece * PIECE
-    return unit // UNITS_PER_TOKEN, column, (unit < num_units) & (piece * PIECE < UNIT)
+    # fmt: on
+    """Where the pieces ``row`` of a tile are: (token, start, column, flat, exists).
+
+    A piece begins at ``start + column`` of ``token``, and ``flat`` values behind the tile's first one were all rows
+    contiguous. Where whole tiles make up a token, token and start are scalars.
+    """
+    unit = row // PIECES
+    column = (row % PIECES) * PIECE
+    flat = unit * UNIT + column
+    exists = (tile * UNITS + unit < num_units) & (column < UNIT)
+    if UNITS_PER_TOKEN % UNITS == 0:
+        TILES_PER_TOKEN: tl.constexpr = UNITS_PER_TOKEN // UNITS
+        return tile // TILES_PER_TOKEN, (tile % TILES_PER_TOKEN) * (UNITS * UNIT), flat, flat, exists
+    else:
+        unit += tile * UNITS
+        return unit // UNITS_PER_TOKEN, 0, (unit % UNITS_PER_TOKEN) * UNIT + column, flat, exists
 
 
 # fmt: off
@@ -454,8 +455,8 @@ def gated_rmsnorm_quant_kernel(
     scale_token_stride, scale_group_stride,
     HIDDEN: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
-    CHUNKS: tl.constexpr, UNITS: tl.constexpr, LOOP: tl.constexpr, LANES: tl.constexpr,
-    X_RUN: tl.constexpr, X_TWO_LEVELS: tl.constexpr, GATE_RUN: tl.constexpr, GATE_TWO_LEVELS: tl.constexpr,
+    CHUNKS: tl.constexpr, UNITS: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, SCALES_FLAT: tl.constexpr,
+    X_RUN: tl.constexpr, X_LEVELS: tl.constexpr, GATE_RUN: tl.constexpr, GATE_LEVELS: tl.constexpr,
     WEIGHT_SIZE: tl.constexpr, BIAS_SIZE: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, NORM_FIRST: tl.constexpr,
     ACTIVATION: tl.constexpr, ACTIVATION_DIVISION: tl.constexpr, PTX: tl.constexpr,
     ACTIVATION_ROUNDING: tl.constexpr, GATED_ROUNDING: tl.constexpr, NORM_ROUNDING: tl.constexpr,
@@ -474,48 +475,48 @@ def gated_rmsnorm_quant_kernel(
     LINES: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = PIECE // CHUNKS
     UNITS_PER_TOKEN: tl.constexpr = HIDDEN // UNIT
-    # Tiles that never reach beyond a token's last unit have nothing to mask.
-    PADDED: tl.constexpr = UNIT != PIECES * PIECE
-    MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0
+    SQUARES_ARE_EXACT: tl.constexpr = NORM_FIRST and x_ptr.dtype.element_ty != tl.float32
     negative_zero = tl.cast(eps, tl.float32) * 0.0 * -1.0
 
-    first_tile = tl.program_id(0)
-    row = tl.arange(0, ROWS)
-    line = tl.arange(0, LINES)
-    inside = tl.arange(0, WIDTH)[None, :]
-    token, column, valid = _positions(first_tile, line % ROWS, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-    column += line // ROWS * WIDTH
-    next_x, next_gate = _load_inputs(
-        x_ptr, gate_ptr, token, column, inside, valid,
-        x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
-        gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
-        HIDDEN, X_RUN, X_TWO_LEVELS, GATE_RUN, GATE_TWO_LEVELS, MASKED, PADDED,
-    )
-    if WEIGHT_SIZE > 0:
-        weight = _load_parameter(weight_ptr, column, inside, valid, MASKED, WEIGHT_SIZE)
-    if BIAS_SIZE > 0:
-        bias = _load_parameter(bias_ptr, column, inside, valid, MASKED, BIAS_SIZE)
+    # Masks are needed where a tile can reach beyond the last unit, or the loop beyond the last tile.
+    PADDED: tl.constexpr = UNIT != PIECES * PIECE
+    MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0 or TILES > 1
 
-    if LOOP:
-        trips = tl.cdiv(tl.cdiv(num_units, UNITS) - first_tile, tl.num_programs(0))
-    else:
-        trips = 1
-    for trip in range(trips):
-        tile = first_tile + trip * tl.num_programs(0)
+    tile = tl.program_id(0)
+    row = tl.arange(0, LINES) % ROWS
+    inside = (tl.arange(0, LINES) // ROWS * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
+    place = _place(tile, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+    x_ptrs = _locate(
+        x_ptr, tile, place, inside, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
+        HIDDEN, UNITS, UNIT, X_RUN, X_LEVELS,
+    )
+    gate_ptrs = _locate(
+        gate_ptr, tile, place, inside, gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
+        HIDDEN, UNITS, UNIT, GATE_RUN, GATE_LEVELS,
+    )
+    next_x = _load(x_ptrs, place[4][:, None], MASKED, PADDED)
+    next_gate = _load(gate_ptrs, place[4][:, None], MASKED, PADDED)
+    if WEIGHT_SIZE > 0:
+        weight = _load_parameter(weight_ptr, place, inside, MASKED, WEIGHT_SIZE)
+    if BIAS_SIZE > 0:
+        bias = _load_parameter(bias_ptr, place, inside, MASKED, BIAS_SIZE)
+
+    for trip in tl.static_range(TILES):
         x = _widened(next_x, PTX)
         gate = _widened(next_gate, PTX)
-        if LOOP:  # the next tile is on its way while this one is computed
-            token, column, valid = _positions(
-                tile + tl.num_programs(0), line % ROWS, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES
+        if trip + 1 < TILES:  # the next tile is on its way while this one is computed
+            next_tile = tile + tl.num_programs(0)
+            place = _place(next_tile, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+            x_ptrs = _locate(
+                x_ptr, next_tile, place, inside, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
+                HIDDEN, UNITS, UNIT, X_RUN, X_LEVELS,
             )
-            column += line // ROWS * WIDTH
-            next_x, next_gate = _load_inputs(
-                x_ptr, gate_ptr, token, column, inside, valid,
-                x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
-                gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
-                HIDDEN, X_RUN, X_TWO_LEVELS, GATE_RUN, GATE_TWO_LEVELS, True, PADDED,
+            gate_ptrs = _locate(
+                gate_ptr, next_tile, place, inside, gate_token_stride, gate_outer_stride, gate_inner_tokens,
+                gate_run_stride, HIDDEN, UNITS, UNIT, GATE_RUN, GATE_LEVELS,
             )
-        SQUARES_ARE_EXACT: tl.constexpr = NORM_FIRST and x_ptr.dtype.element_ty != tl.float32
+            next_x = _load(x_ptrs, place[4][:, None], MASKED, PADDED)
+            next_gate = _load(gate_ptrs, place[4][:, None], MASKED, PADDED)
 
         activated = _rounded(_activated(gate, ACTIVATION, ACTIVATION_DIVISION), ACTIVATION_ROUNDING, PTX)
         if not NORM_FIRST:
@@ -547,7 +548,7 @@ def gated_rmsnorm_quant_kernel(
             y = y * activated
         y = _rounded(y, OUTPUT_ROUNDING, PTX)
 
-        scale = _over_neighbours(_row_maxima(y, ROWS), PIECES, GROUP_PIECES, False)
+        scale = _over_neighbours(_row_maxima(y, ROWS, LANES), PIECES, GROUP_PIECES, False)
         scale = _scale_step(scale, negative_zero, STEP_0, OPERAND_0)
         scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
         scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
@@ -561,14 +562,19 @@ def gated_rmsnorm_quant_kernel(
         else:
             codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
 
-        token, column, valid = _positions(tile, line % ROWS, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-        code_offsets = token.to(tl.int64) * HIDDEN + column + line // ROWS * WIDTH
-        code_ptrs = codes_ptr + tl.max_contiguous(code_offsets[:, None] + inside, [1, 8])
+        written = _place(tile, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+        code_ptrs = _locate(codes_ptr, tile, written, inside, 0, 0, 1, 0, HIDDEN, UNITS, UNIT, HIDDEN, 0)
         if MASKED:
-            tl.store(code_ptrs, codes, mask=valid[:, None])
+            tl.store(code_ptrs, codes, mask=written[4][:, None])
         else:
             tl.store(code_ptrs, codes)
-        row_token, row_column, row_valid = _positions(tile, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-        group = (row_column // GROUP).to(tl.int64)
-        scale_offsets = row_token.to(tl.int64) * scale_token_stride + group * scale_group_stride
-        _store_scales(scales_ptr, scale_offsets, scale, row_valid & (row_column % GROUP == 0), LANES)
+        token, start, column, flat, exists = _place(
+            tile, tl.arange(0, ROWS), num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES
+        )
+        if SCALES_FLAT:
+            offsets = tl.cast(tile, tl.int64) * (UNITS * UNIT // GROUP) + flat // GROUP
+        else:
+            group = start // GROUP + column // GROUP
+            offsets = tl.cast(token, tl.int64) * scale_token_stride + group.to(tl.int64) * scale_group_stride
+        _store_scales(scales_ptr, offsets, scale, exists & (flat % GROUP == 0), LANES)
+        tile += tl.num_programs(0)

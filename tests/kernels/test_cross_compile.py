@@ -1,0 +1,129 @@
+"""The kernel compiled, without a GPU, for the architectures it is meant for: what the listings must show.
+
+No spills, loads of at least eight bytes a lane, and the hardware's conversion to FP8, for each main spec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from gdn_backend.kernels.configs import CDNA3, CDNA4, NVIDIA, Architecture  # noqa: E402
+from gdn_backend.kernels.gated_rmsnorm_quant import plan  # noqa: E402
+from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel as kernel  # noqa: E402
+from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs  # noqa: E402
+from gdn_backend.ops.spec import FusedSpec, QuantSpec  # noqa: E402
+
+QWEN = ("norm:bfloat16", "weight:bfloat16", "output:bfloat16")
+BASE = FusedSpec(hidden_size=4096, head_dim=128, norm_size=128, group_size=128, roundings=QWEN)
+SPECS = {
+    "qwen": BASE,
+    "olmo": dataclasses.replace(BASE, hidden_size=5760, head_dim=192, norm_size=192),
+    "mamba2": dataclasses.replace(
+        BASE, hidden_size=8192, norm_size=1024, norm_before_gate=False, roundings=("output:bfloat16",)
+    ),
+    "per token": dataclasses.replace(BASE, group_size=4096, granularity="token"),
+    "ue8m0": dataclasses.replace(
+        BASE, quant=QuantSpec((("div", 448.0), ("max", 1e-10), ("exp2_ceil_log2",)), clamp=448.0)
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """An architecture, and what its assembly says."""
+
+    target: GPUTarget
+    machine: Architecture
+    fp8_dtype: str
+    assembly: str
+    wide_load: str
+    conversion: str
+
+
+LISTINGS = {
+    "gfx942": Listing(
+        GPUTarget("hip", "gfx942", 64), CDNA3, "float8_e4m3fnuz", "amdgcn",
+        r"(?:global|buffer)_load_dwordx[24]\b", r"v_cvt_pk_fp8_f32",
+    ),
+    "gfx950": Listing(
+        GPUTarget("hip", "gfx950", 64), CDNA4, "float8_e4m3fn", "amdgcn",
+        r"(?:global|buffer)_load_dwordx[24]\b", r"v_cvt_(?:scalef32_)?pk_fp8_f32",
+    ),
+    "sm90": Listing(
+        GPUTarget("cuda", 90, 32), NVIDIA, "float8_e4m3fn", "ptx",
+        r"ld\.global[\w.:]*\.v[24]\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32",
+    ),
+}  # fmt: skip
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
+            torch.float8_e4m3fnuz: "*fp8e4b8"}  # fmt: skip
+
+
+def compile_for(spec: FusedSpec, listing: Listing, num_tokens: int) -> triton.compiler.CompiledKernel:
+    """The kernel as :func:`plan` would have it launched for ``num_tokens`` bf16 tokens."""
+    spec = dataclasses.replace(spec, fp8_dtype=listing.fp8_dtype)
+    x = torch.empty(num_tokens, spec.hidden_size, dtype=torch.bfloat16, device="meta")
+    weight = x[0, : spec.norm_size if spec.norm_before_gate else spec.hidden_size]
+    _, arguments = plan(x, x, weight, None, 1e-6, spec, *allocate_outputs(x, spec), listing.machine)
+    options = {"num_warps": arguments.pop("num_warps")}
+    signature, constants, attributes = {}, {}, {}
+    for index, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=listing.target, options=options)
+
+
+def spilled_bytes(compiled: triton.compiler.CompiledKernel, listing: Listing, folder: Path) -> int:
+    """What the kernel keeps in memory for want of registers."""
+    if listing.assembly == "amdgcn":
+        counts = re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"])
+        assert len(counts) >= 2
+        return sum(map(int, counts))
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not tool.exists() or shutil.which(str(tool)) is None:
+        pytest.skip("this Triton carries no cuobjdump")
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
+    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
+
+
+@pytest.mark.parametrize("architecture", sorted(LISTINGS))
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_listing(name: str, architecture: str, tmp_path: Path) -> None:
+    listing = LISTINGS[architecture]
+    compiled = compile_for(SPECS[name], listing, num_tokens=8192)
+    text = compiled.asm[listing.assembly]
+    assert spilled_bytes(compiled, listing, tmp_path) == 0
+    # x and gate, at least; nothing narrower is read from them.
+    assert len(re.findall(listing.wide_load, text)) >= 2, text[:2000]
+    assert re.search(listing.conversion, text)
+
+
+def test_small_launches_fit_too(tmp_path: Path) -> None:
+    for listing in LISTINGS.values():
+        compiled = compile_for(BASE, listing, num_tokens=1)
+        assert spilled_bytes(compiled, listing, tmp_path) == 0
+        assert re.search(listing.wide_load, compiled.asm[listing.assembly])
+        assert re.search(listing.conversion, compiled.asm[listing.assembly])
