@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from gdn_backend.fusion.match import Reason
 from gdn_backend.fusion.rules import find_sites
 from gdn_backend.huggingface.block_fp8 import quantise_decomposed
-from tests.graph.harness import assert_fused, assert_missed, capture, run
+from tests.graph.harness import assert_fused, assert_missed, capture, find_node, run
 from tests.graph.sites import FP8, HEAD_DIM, HIDDEN, make_inputs, make_weight
 
 EPS = 1e-6
@@ -164,3 +164,28 @@ def test_an_opaque_gated_norm_is_noted() -> None:
 
 def test_a_swiglu_is_not_noted() -> None:
     assert _notes(Gated(lambda x, z, w: F.silu(z) * x, quantised=False)) == ([], 0)
+
+
+class Float8Tensor(torch.Tensor):
+    """What the matcher sees of torchao's weight: its name, and that it quantises what it is multiplied with."""
+
+    act_quant_kwargs = "per row"
+
+
+def test_a_linear_layer_that_quantises_inside_is_noted() -> None:
+    class Linear(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gated = Gated(FUSED["vllm"], quantised=False)
+            self.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN).bfloat16())
+
+        def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            return F.linear(self.gated(x, z), self.weight)
+
+    with torch.no_grad():
+        graph = capture(Linear(), *make_inputs()).graph
+    weight = find_node(graph, "linear").args[1]
+    assert isinstance(weight, torch.fx.Node)
+    weight.meta["example_value"] = torch.Tensor._make_subclass(Float8Tensor, torch.empty(HIDDEN, HIDDEN))
+    notes = find_sites(graph, group_sizes=frozenset({128})).notes
+    assert any("quantise a gated norm's result inside" in note and "linear" in note for note in notes), notes

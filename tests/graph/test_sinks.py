@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from gdn_backend.fusion.match import Reason
+from gdn_backend.fusion.sinks.act_quant import HUB_OP, read_formula
 from tests.graph import quant_ops
 from tests.graph.harness import Outcome, Passes, assert_fused, assert_missed, capture, find_node, run, same_bytes
 from tests.graph.quant_ops import call_group_writer, call_token_writer, deepgemm_cast
@@ -198,3 +199,33 @@ def test_a_triton_launch_in_the_graph(name: str) -> None:
 def test_a_triton_launch_with_another_formula() -> None:
     passes, _, _, _ = _run_launch("tl.max(tl.abs(x)) / 240.0", "x / s")
     assert [miss.reason for miss in passes.misses] == [Reason.SCALE_FORMULA]
+
+
+@pytest.mark.parametrize(
+    ("scale", "codes", "factor_floor", "scale_floor"),
+    [
+        ("tl.max(tl.abs(x)) / 448.0", "x / s", False, False),
+        ("tl.max(tl.abs(x)) / 448.0", "(x / tl.maximum(s, 1e-12)).to(y_ptr.dtype.element_ty)", True, False),
+        ("tl.maximum(tl.max(tl.abs(x)) / 448.0, 1e-12)", "(x / s).to(y_ptr.dtype.element_ty)", False, True),
+    ],
+)
+def test_builds_of_act_quant_are_told_apart(scale: str, codes: str, factor_floor: bool, scale_floor: bool) -> None:
+    quant = read_formula(FakeKernel(scale, codes).src)
+    assert quant is not None
+    assert (("max", 1e-12) in quant.factor_steps) is factor_floor
+    assert (("max", 1e-12) in (quant.scale_steps or ())) is scale_floor
+
+
+def test_an_unknown_build_of_act_quant() -> None:
+    assert read_formula(FakeKernel("tl.max(tl.abs(x)) / 448.0", "x * s").src) is None
+    assert read_formula("") is None
+
+
+@pytest.mark.parametrize("namespace", ["finegrained_fp8", "_finegrained_fp8_cuda_0f1e2d3", "finegrained_fp8_ab12"])
+def test_namespaces_of_the_hub(namespace: str) -> None:
+    assert HUB_OP.fullmatch(f"{namespace}::fp8_act_quant")
+
+
+def test_not_a_namespace_of_the_hub() -> None:
+    assert not HUB_OP.fullmatch("my_finegrained_fp8::fp8_act_quant")
+    assert not HUB_OP.fullmatch("finegrained_fp8_ab12::fp8_act_quant_2d")
