@@ -380,19 +380,23 @@ def _locate(
         # A thread takes eight values at a time: more would not be one access of 16-bit values, and codes go along.
         offsets = tl.max_contiguous(flat[:, None] + inside, [1, 8])
         return pointer + tl.cast(tile, tl.int64) * (UNITS * UNIT) + offsets
-    token = tl.cast(token, tl.int64)
-    if LEVELS == 2:
-        pointer += (token // inner_tokens) * outer_stride + (token % inner_tokens) * token_stride
     else:
-        pointer += token * token_stride
-    if RUN == HIDDEN:
-        return pointer + start + (column[:, None] + inside)
-    elif (HIDDEN // UNIT) % UNITS == 0 and (UNITS * UNIT) % RUN == 0:
-        pointer += tl.cast(start // RUN, tl.int64) * run_stride
-        return pointer + ((column // RUN).to(tl.int64) * run_stride + column % RUN)[:, None] + inside
-    else:
-        column += start
-        return pointer + ((column // RUN).to(tl.int64) * run_stride + column % RUN)[:, None] + inside
+        SCALAR: tl.constexpr = (HIDDEN // UNIT) % UNITS == 0
+        token = tl.cast(token, tl.int64)
+        if LEVELS == 2:
+            token_offset = (token // inner_tokens) * outer_stride + (token % inner_tokens) * token_stride
+        else:
+            token_offset = token * token_stride
+        if SCALAR and (UNITS * UNIT) % RUN == 0:
+            pointer += token_offset + tl.cast(start // RUN, tl.int64) * run_stride
+            token_offset = 0
+        else:
+            column += start
+        if RUN == HIDDEN:
+            offsets = token_offset + column
+        else:
+            offsets = token_offset + (column // RUN).to(tl.int64) * run_stride + column % RUN
+        return pointer + tl.max_contiguous(offsets[:, None] + inside, [1, 8])
 
 
 @triton.jit
