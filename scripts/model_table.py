@@ -67,7 +67,8 @@ def survey(form: LayerForm, phase: str, dynamic: bool) -> Cell:
     torch.manual_seed(0)
     layer = build_layer(form)
     cache = new_layer_cache(layer)
-    hidden_states = torch.randn(BATCH, PREFILL_LENGTH, layer.config.hidden_size).bfloat16()
+    config: Any = layer.config
+    hidden_states = torch.randn(BATCH, PREFILL_LENGTH, config.hidden_size).bfloat16()
     passes = Passes()
     with torch.no_grad():
         if phase == "decode":
