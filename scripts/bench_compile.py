@@ -67,7 +67,7 @@ def main() -> int:
 
 def compile_cold(num_layers: int, device: str) -> dict[str, Any]:
     """Compile a prefill with nothing cached; milliseconds of the passes and of the whole first call."""
-    inductor_seconds = []
+    inductor_seconds: list[float] = []
     run = _prefill(num_layers, device, _timing_inductor(inductor_seconds))
     start = time.perf_counter()
     run()

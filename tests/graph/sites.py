@@ -7,6 +7,7 @@ with one fact changed. ``c`` holds the inputs ``x``, ``z``, ``w`` and every earl
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -58,13 +59,8 @@ GATE_FIRST: dict[str, Step] = {
 }
 
 
-class Values:
-    """The values of a running site."""
-
-
 def run_steps(steps: dict[str, Step], x: Any, z: Any, w: Any, *more: Any) -> Any:
-    c = Values()
-    c.x, c.z, c.w, c.more = x, z, w, more
+    c = SimpleNamespace(x=x, z=z, w=w, more=more)
     for name, step in steps.items():
         setattr(c, name, step(c))
     return c.result
