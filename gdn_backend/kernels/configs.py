@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -33,20 +34,61 @@ class LaunchConfig:
 
 
 @dataclass(frozen=True)
+class Regime:
+    """How launches of up to ``most_values`` values are cut; widths and counts are wishes that small shapes bound."""
+
+    most_values: float
+    values_per_thread: int
+    width: int  # columns of a chunk
+    num_warps: int
+    tiles: int = 1
+
+
+#: Measured on an H200 (32 heads of 128; T is the token count there), microseconds of the best and of the next regime's.
+SM90 = (
+    # T <= 8: latency counts. Four values a thread make the shortest program, and a warp then holds a row, whose maximum
+    # is one instruction: 1.36 at T=1, where 16 values a thread take 1.9.
+    Regime(2**15, 4, 128, 4),
+    # T <= 256: the same with fewer, larger programs to start: 1.48 against 1.55 at T=16, 2.2 at T=128.
+    Regime(2**20, 4, 128, 8),
+    # T = 512: instructions count, 30 a value with 16 of them in a thread, 43 with 4. One warp a program fills all
+    # multiprocessors evenly: 5.2 against 5.6.
+    Regime(2**21, 16, 64, 1),
+    # Beyond: a second tile on its way while the first is computed, which one warp after the other does not achieve by
+    # itself: 42.8 against 48.7 at T=8192, 159 against 180 at T=32768. Chunks of 64 are whole 128-byte lines.
+    Regime(math.inf, 16, 64, 4, tiles=2),
+)
+#: Not measured. Waves of 64 lanes, 304 (gfx942) or 256 (gfx950) compute units, four waves a SIMD to hide latency; the
+#: listings show no spills and about 60 VGPRs for one tile of 16 values a lane.
+CDNA = (
+    Regime(2**18, 4, 128, 4),
+    Regime(2**21, 8, 128, 4),
+    Regime(math.inf, 16, 64, 4),
+)
+#: For token counts that are not known when the launch is compiled: nowhere best, nowhere more than a fifth off.
+ANY_COUNT = Regime(math.inf, 8, 128, 4)
+#: A unit of several pieces that is as large as this is a program of its own: its reductions cross warps anyway.
+LARGE_UNIT = 512
+MOST_WARPS = 16
+MOST_CHUNKS = 4
+
+
+@dataclass(frozen=True)
 class Architecture:
     """What a GPU can do that the kernel makes use of."""
 
     hardware_fp8: tuple[str, ...]  # formats that Triton converts to in hardware
     cast_saturates: bool  # that conversion clamps to the maximum and keeps NaN
     ptx: bool  # runs PTX instructions of sm90
-    warp_size: int = 32
+    warp_size: int
+    regimes: tuple[Regime, ...]
 
 
-NVIDIA = Architecture(("float8_e4m3fn",), True, True)
-OLDER_NVIDIA = Architecture((), False, False)
-CDNA3 = Architecture(("float8_e4m3fnuz",), False, False, 64)
-CDNA4 = Architecture(("float8_e4m3fn",), False, False, 64)
-OTHER = Architecture((), False, False)  # the interpreter too: its casts get subnormal codes wrong
+NVIDIA = Architecture(("float8_e4m3fn",), True, True, 32, SM90)
+OLDER_NVIDIA = Architecture((), False, False, 32, SM90)
+CDNA3 = Architecture(("float8_e4m3fnuz",), False, False, 64, CDNA)
+CDNA4 = Architecture(("float8_e4m3fn",), False, False, 64, CDNA)
+OTHER = Architecture((), False, False, 32, SM90)  # the interpreter too: its casts get subnormal codes wrong
 
 
 def describe(device: torch.device) -> Architecture:
@@ -57,7 +99,18 @@ def describe(device: torch.device) -> Architecture:
     return {"gfx942": CDNA3, "gfx950": CDNA4}.get(name, OTHER)
 
 
-def launch_config(machine: Architecture, tile: int, piece: int, num_units: int | torch.SymInt) -> LaunchConfig:
-    """The configuration for ``num_units`` units of ``tile`` values (padding included)."""
-    units = max(1, 1024 // tile)
-    return LaunchConfig(units, 1, 4 if tile <= 4096 else 8)
+def launch_config(
+    machine: Architecture, piece: int, pieces: int, units_per_token: int, num_units: int | torch.SymInt
+) -> LaunchConfig:
+    """The configuration for ``num_units`` units of ``pieces`` pieces of ``piece`` values (padding included)."""
+    unit = piece * pieces
+    regime = ANY_COUNT
+    if isinstance(num_units, int):
+        regime = next(regime for regime in machine.regimes if num_units * unit <= regime.most_values)
+    threads_values = regime.values_per_thread * machine.warp_size
+    units = 1 if pieces > 1 and unit >= LARGE_UNIT else max(1, threads_values * regime.num_warps // unit)
+    while units_per_token % units:  # tiles that make up whole tokens need no masks
+        units //= 2
+    num_warps = min(MOST_WARPS, max(1, units * unit // threads_values))
+    chunks = min(MOST_CHUNKS, max(1, piece // regime.width))
+    return LaunchConfig(units, chunks, num_warps, regime.tiles)

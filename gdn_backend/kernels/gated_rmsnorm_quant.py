@@ -216,11 +216,11 @@ def plan(
     geometry = _Geometry.of(spec, 0 if weight is None else weight.numel(), 0 if bias is None else bias.numel())
     x, x_layout = _readable(x, spec.hidden_size, geometry.piece)
     gate, gate_layout = _readable(gate, spec.hidden_size, geometry.piece)
-    num_units = codes.shape[0] * (spec.hidden_size // geometry.unit)
-    config = config or launch_config(machine, geometry.pieces * geometry.piece, geometry.piece, num_units)
+    units_per_token = spec.hidden_size // geometry.unit
+    num_units = codes.shape[0] * units_per_token
+    config = config or launch_config(machine, geometry.piece, geometry.pieces, units_per_token, num_units)
     hardware_cast = spec.fp8_dtype in machine.hardware_fp8
     formula = _formula(spec, saturates=hardware_cast and machine.cast_saturates)
-    approximate = gate.element_size() == 2 and spec.norm_before_gate and formula.smallest_scale >= SMALLEST_FACTOR
     tensors = {
         "x_ptr": x,
         "gate_ptr": gate,
@@ -236,7 +236,7 @@ def plan(
         "scale_group_stride": scales.stride(1),
         "SCALES_FLAT": scales.is_contiguous(),
         "PTX": machine.ptx,
-        "ACTIVATION_DIVISION": "approximate" if machine.ptx and approximate else "ieee",
+        "ACTIVATION_DIVISION": _activation_division(spec, gate.dtype, formula, machine),
         "CAST": "hardware" if hardware_cast else f"{spec.fp8_dtype} by bits",
     }
     programs = triton.cdiv(num_units, config.units * config.tiles)
@@ -249,6 +249,13 @@ def plan(
         | formula.arguments()
         | config.arguments(geometry.piece, geometry.pieces, machine.warp_size)
     )
+
+
+def _activation_division(spec: FusedSpec, gate_dtype: torch.dtype, formula: _Formula, machine: Architecture) -> str:
+    """How the activation divides; see ``_activated`` in the kernel."""
+    if not machine.ptx or gate_dtype == torch.float32:
+        return "ieee"
+    return "approximate" if spec.norm_before_gate and formula.smallest_scale >= SMALLEST_FACTOR else "scaled"
 
 
 def _readable(tensor: torch.Tensor, hidden_size: int, piece: int) -> tuple[torch.Tensor, _RowLayout]:

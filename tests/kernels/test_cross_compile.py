@@ -17,15 +17,15 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton  # noqa: E402
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from gdn_backend.kernels.configs import CDNA3, CDNA4, NVIDIA, Architecture  # noqa: E402
-from gdn_backend.kernels.gated_rmsnorm_quant import plan  # noqa: E402
-from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel as kernel  # noqa: E402
-from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs  # noqa: E402
-from gdn_backend.ops.spec import FusedSpec, QuantSpec  # noqa: E402
+from gdn_backend.kernels.configs import CDNA3, CDNA4, NVIDIA, Architecture
+from gdn_backend.kernels.gated_rmsnorm_quant import plan
+from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel as kernel
+from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs
+from gdn_backend.ops.spec import FusedSpec, QuantSpec
 
 QWEN = ("norm:bfloat16", "weight:bfloat16", "output:bfloat16")
 BASE = FusedSpec(hidden_size=4096, head_dim=128, norm_size=128, group_size=128, roundings=QWEN)
