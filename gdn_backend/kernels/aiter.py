@@ -52,7 +52,9 @@ def remark(spec: FusedSpec, operands: Operands) -> str:
     """What the report says of a site that AITER serves: where its result is not eager's, and what it copies."""
     inexact = _inexact(spec)
     remarks = [f"not exact: {inexact}"] if inexact else []
-    if operands.strided:
+    if operands.strided is None:
+        remarks.append("copies x and gate where they are not contiguous")
+    elif operands.strided:
         verb = "is" if len(operands.strided) == 1 else "are"
         remarks.append(f"copies {' and '.join(operands.strided)}, which {verb} not contiguous")
     return "; ".join(remarks)

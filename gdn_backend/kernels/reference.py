@@ -170,7 +170,8 @@ def _gated_norm(
     h = rounded(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps), "norm")
     if weight is not None:
         w = weight.float()
-        h = rounded(h * (rounded(w + weight_offset, "offset") if weight_offset else w), "weight")
+        w = rounded(w + weight_offset, "offset") if weight_offset else w
+        h = rounded(w * h, "weight")
     if bias is not None:
         h = rounded(h + bias.float(), "bias")
     return h * a if norm_before_gate else h

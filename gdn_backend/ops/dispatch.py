@@ -32,7 +32,7 @@ class Operands:
     bias: torch.dtype | None = None
     weight_size: int | None = None  # values of the weight; None: as many as share a mean
     bias_size: int | None = None
-    strided: tuple[str, ...] = ()  # "x", "gate": those that are not contiguous in memory
+    strided: tuple[str, ...] | None = None  # "x", "gate": those that are not contiguous; None: not known
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from gdn_backend.ops.spec import FusedSpec, QuantSpec, Step
 SPEC = FusedSpec(512, 128, 128, 128)
 FLOOR = 1.0 / (448.0 * 512.0)
 UE8M0 = QuantSpec((("div", 448.0), ("exp2_ceil_log2",), ("max", FLOOR)), clamp=448.0)
-BF16 = Operands(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16, torch.bfloat16)
+BF16 = Operands(torch.device("cuda", 0), torch.bfloat16, torch.bfloat16, torch.bfloat16, strided=())
 
 
 def fused_rms_gated_fp8_group_quant(
@@ -133,6 +133,7 @@ def test_copies_only_what_is_not_contiguous(stub: list[dict[str, Any]]) -> None:
     assert stub[0]["z"].data_ptr() != gate.data_ptr()
     assert "copies gate, which is not contiguous" in aiter.remark(SPEC, dataclasses.replace(BF16, strided=("gate",)))
     assert "copies" not in aiter.remark(SPEC, BF16)
+    assert "copies x and gate where" in aiter.remark(SPEC, dataclasses.replace(BF16, strided=None))
 
 
 def quant(*steps: Step, **fields: Any) -> dict[str, Any]:

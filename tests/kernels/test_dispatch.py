@@ -22,7 +22,7 @@ from gdn_backend.ops.spec import FusedSpec, QuantSpec
 SPEC = FusedSpec(4096, 128, 128, 128, roundings=("norm:bfloat16", "weight:bfloat16", "output:bfloat16"))
 UE8M0 = QuantSpec((("div", 448.0), ("exp2_ceil_log2",), ("max", 1e-9)), clamp=448.0)
 FP32_UE8M0 = dataclasses.replace(SPEC, roundings=(), quant=UE8M0)
-CPU = Operands(torch.device("cpu"), torch.bfloat16, torch.bfloat16, torch.bfloat16)
+CPU = Operands(torch.device("cpu"), torch.bfloat16, torch.bfloat16, torch.bfloat16, strided=())
 GPU = dataclasses.replace(CPU, device=torch.device("cuda", 0))
 
 
