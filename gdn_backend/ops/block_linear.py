@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from gdn_backend import environment
+from gdn_backend.ops.call import implementation_version
+
 #: Rows and columns of a weight block, and values that share one activation scale.
 BLOCK_SIZE = 128
 
@@ -35,7 +38,12 @@ def block_scaled_linear(
         ValueError: when the shapes do not fit together.
     """
     check_shapes(codes, scales, weight, weight_scales)
-    return torch.ops.gdn_backend.block_scaled_linear(codes, scales, weight, weight_scales, out_dtype)
+    return torch.ops.gdn_backend.block_scaled_linear(codes, scales, weight, weight_scales, out_dtype, _version())
+
+
+@torch.compiler.assume_constant_result  # Dynamo calls it while it traces
+def _version() -> str:
+    return implementation_version()
 
 
 # An op rather than a function: in the graph that Dynamo captures the codes must be read by a matmul. Widened in the
@@ -47,10 +55,27 @@ def block_scaled_linear_op(
     weight: torch.Tensor,
     weight_scales: torch.Tensor,
     out_dtype: torch.dtype,
+    version: str,
 ) -> torch.Tensor:
-    """The graph op behind :func:`block_scaled_linear`; its arguments are checked there."""
+    """The graph op behind :func:`block_scaled_linear`; its arguments are checked there.
+
+    ``version`` keeps a graph that an older version of this code compiled from being found in a cache.
+    """
+    if has_block_gemm(codes.device, codes.dtype):
+        from gdn_backend.kernels.block_gemm import block_gemm
+
+        output = torch.empty((*codes.shape[:-1], weight.shape[0]), dtype=out_dtype, device=codes.device)
+        block_gemm(codes.contiguous(), scales, weight.contiguous(), weight_scales.contiguous(), output)
+        return output
     activations = dequantise_rows(codes, scales)
     return torch.nn.functional.linear(activations, dequantise_blocks(weight, weight_scales)).to(out_dtype)
+
+
+def has_block_gemm(device: torch.device, fp8_dtype: torch.dtype) -> bool:
+    """Whether the Triton kernel runs on ``device``: NVIDIA GPUs from sm89 on, AMD GPUs with FP8 of this format."""
+    name = environment.architecture(device)
+    is_recent = name.startswith(("gfx94", "gfx95")) or (name.startswith("sm") and int(name[2:]) >= 89)
+    return is_recent and fp8_dtype == environment.default_fp8_dtype(device) and environment.triton_status().ok
 
 
 def dequantise_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gdn_backend.huggingface.block_fp8 import QUANTISATIONS, BlockFP8Linear, quantise_linears, quantise_weight
-from gdn_backend.ops.block_linear import block_scaled_linear
+from gdn_backend.ops.block_linear import block_scaled_linear, has_block_gemm
 
 FP8 = torch.float8_e4m3fn
 
@@ -91,3 +91,23 @@ def test_errors_say_what_was_wrong() -> None:
         block_scaled_linear(codes, scales, weight, weight_scales.T)
     with pytest.raises(ValueError, match="weight is 100x256"):
         block_scaled_linear(codes, scales, weight[:100], weight_scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_rows", [0, 1, 63, 64, 200])
+@pytest.mark.parametrize("num_scales", [1, 2])
+@torch.no_grad()
+def test_gpu_block_gemm(num_rows: int, num_scales: int) -> None:
+    weight, weight_scales = quantise_weight(linear().weight, FP8)
+    codes = torch.randn(num_rows, 256).to(FP8)
+    scales = torch.rand(num_scales, num_rows).T + 0.5  # column-major
+    expected = block_scaled_linear(codes, scales, weight, weight_scales, torch.float32)
+    operands = [tensor.cuda() for tensor in (codes, scales, weight, weight_scales)]
+    assert has_block_gemm(operands[0].device, FP8)
+    output = block_scaled_linear(*operands, torch.float32)
+    # FP8 matrix units keep about 14 bits of a sum.
+    torch.testing.assert_close(
+        output.cpu(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().amax() if num_rows else 1)
+    )
+    compiled = torch.compile(block_scaled_linear, dynamic=True)(*operands, torch.float32)
+    assert torch.equal(compiled, output)
