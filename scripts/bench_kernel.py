@@ -36,6 +36,7 @@ from rich.table import Table
 from gdn_backend.exactness import measure_distance
 from gdn_backend.kernels.reference import quantise, reference, rms_norm_gated
 from gdn_backend.ops.call import encode_call
+from gdn_backend.ops.gated_rmsnorm_quant import gated_rmsnorm_fp8_quant_op
 from gdn_backend.ops.spec import FusedSpec
 
 QWEN = ("norm:bfloat16", "weight:bfloat16", "output:bfloat16")
@@ -210,9 +211,7 @@ def providers(case: Case, buffers: list[Buffers]) -> dict[str, list[Launch]]:
     )
 
     def fused(b: Buffers, chosen: FusedSpec) -> Any:
-        return torch.ops.gdn_backend.gated_rmsnorm_fp8_quant(
-            b.x, b.gate, b.weight, None, EPS, encode_call(chosen, "triton")
-        )
+        return gated_rmsnorm_fp8_quant_op(b.x, b.gate, b.weight, None, EPS, encode_call(chosen, "triton"))
 
     def opaque(b: Buffers) -> Any:
         return quant(norm(b.x, b.gate, b.weight))

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tests.graph.sites import BASE, Step, run_steps
 from torch.nn import functional as F
-from tests.graph.tracing import call
 
 from gdn_backend.ops.call import encode_quant
 from gdn_backend.ops.spec import QuantSpec
+from tests.graph.sites import BASE, Step, run_steps
+from tests.graph.tracing import call
 
 Pick = Callable[[Sequence[Any]], Any]
 

@@ -59,7 +59,10 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "norm.type_as(x)": {"narrow": lambda c: c.norm.type_as(c.x)},
     "n * w": {"weighted": lambda c: c.narrow * c.w},
     "w.view(1, -1)": {"weighted": lambda c: c.w.view(1, -1) * c.narrow},
-    "(w * n) in fp32 rounded once": {"narrow": lambda c: c.norm, "weighted": lambda c: (c.w * c.norm).to(torch.bfloat16)},
+    "(w * n) in fp32 rounded once": {
+        "narrow": lambda c: c.norm,
+        "weighted": lambda c: (c.w * c.norm).to(torch.bfloat16),
+    },
     "w.float()": {"weighted": lambda c: c.w.float() * c.narrow},
     "1 + w": {"weighted": lambda c: (1 + c.w) * c.narrow},
     "(w + 1) in fp32": {"weighted": lambda c: c.narrow * (c.w.float() + 1.0)},
@@ -67,7 +70,10 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "bias": {"weighted": lambda c: c.w * c.narrow + c.more[0]},
     "bias + 1": {"weighted": lambda c: (c.more[0] + 1.0) + c.narrow * c.w},
     "activated * weighted": {"product": lambda c: c.activated * c.weighted},
-    "weighted.mul_(activated)": {"weighted": lambda c: c.w.float() * c.narrow, "product": lambda c: c.weighted.mul_(c.activated)},
+    "weighted.mul_(activated)": {
+        "weighted": lambda c: c.w.float() * c.narrow,
+        "product": lambda c: c.weighted.mul_(c.activated),
+    },
     "nn.SiLU()": {"activated": lambda c: nn.SiLU()(c.gate)},
     "aten.silu": {"activated": lambda c: torch.ops.aten.silu.default(c.gate)},
     "silu of a copy in place": {"activated": lambda c: F.silu(c.gate.clone(), inplace=True)},

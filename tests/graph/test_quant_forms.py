@@ -40,8 +40,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "aten": {"unfloored": lambda c: torch.ops.aten.div.Scalar(c.wide, 448.0)},
     "times 1 / s": MULTIPLIED,
     "times reciprocal()": {"scaled": lambda c: c.scale.reciprocal() * c.data},
-    "448 / amax, returned": {"unfloored": lambda c: c.wide.clamp(min=1e-4), "scale": lambda c: 448.0 / c.unfloored, "scaled": lambda c: c.data * c.scale},
-    "divided by a floored scale, the unfloored stored": {"scale": lambda c: c.unfloored, "scaled": lambda c: c.data / c.scale.clamp(min=1e-12)},
+    "448 / amax, returned": {
+        "unfloored": lambda c: c.wide.clamp(min=1e-4),
+        "scale": lambda c: 448.0 / c.unfloored,
+        "scaled": lambda c: c.data * c.scale,
+    },
+    "divided by a floored scale, the unfloored stored": {
+        "scale": lambda c: c.unfloored,
+        "scaled": lambda c: c.data / c.scale.clamp(min=1e-12),
+    },
     "power of two": {"scale": lambda c: torch.exp2(torch.ceil(torch.log2(c.unfloored.clamp(min=1e-10))))},
     "no clamp": {"clamped": lambda c: c.scaled},
     "clamp in two halves": {"clamped": lambda c: c.scaled.clamp(min=-448.0).clamp_max(448.0)},
@@ -49,21 +56,36 @@ FORMS: dict[str, dict[str, Any]] = {
     "clamp_": {"clamped": lambda c: c.scaled.clamp_(-448.0, 448.0)},
     ".type(fp8)": {"codes": lambda c: c.clamped.type(FP8)},
     ".to(dtype=fp8)": {"codes": lambda c: c.clamped.to(dtype=FP8)},
-    "div_ and clamp_min_": {"unfloored": lambda c: c.wide.div_(448.0), "scale": lambda c: c.unfloored.clamp_min_(1e-12)},
+    "div_ and clamp_min_": {
+        "unfloored": lambda c: c.wide.div_(448.0),
+        "scale": lambda c: c.unfloored.clamp_min_(1e-12),
+    },
     "all in place": {"scaled": lambda c: c.data.div_(c.scale), "clamped": lambda c: c.scaled.clamp_(-448.0, 448.0)},
-    "clamp(min=1e-12) in place, read by its first name": {"scale": lambda c: (c.unfloored.clamp_(min=1e-12), c.unfloored)[1]},
+    "clamp(min=1e-12) in place, read by its first name": {
+        "scale": lambda c: (c.unfloored.clamp_(min=1e-12), c.unfloored)[1],
+    },
     "flat groups": {"groups": lambda c: c.rows.reshape(-1, 128)},
     "unflatten": {"groups": lambda c: c.rows.unflatten(-1, (-1, 128))},
     "4-D groups": {"groups": lambda c: c.rows.view(-1, 1, 4, 128)},
     "straight from the heads": {"rows": lambda c: c.y, "groups": lambda c: c.y.view(-1, 4, 128)},
-    "a long chain of reshapes": {"rows": lambda c: c.y.view(-1, 4, 128).flatten(1).unsqueeze(0).reshape(-1, 512).contiguous()},
+    "a long chain of reshapes": {
+        "rows": lambda c: c.y.view(-1, 4, 128).flatten(1).unsqueeze(0).reshape(-1, 512).contiguous(),
+    },
     "axes of one moved": {"rows": lambda c: c.y.reshape(-1, 1, 512).transpose(0, 1).squeeze(0)},
     "codes and scales as [1, T, ...]": {"result": lambda c: (c.codes.unsqueeze(0), c.scale.squeeze(-1)[None])},
     "codes alone": {"result": lambda c: c.codes},
     "two scales": {"result": lambda c: (c.codes, c.scale, c.unfloored)},
     "shapes are read": {"result": lambda c: (c.codes.view(c.y.size(0) // 4, c.rows.shape[-1]), c.scale)},
-    "e4m3fnuz at 240": {"unfloored": lambda c: c.wide / 240.0, "clamped": lambda c: c.scaled.clamp(-240.0, 240.0), "codes": lambda c: c.clamped.to(FNUZ)},
-    "e4m3fnuz at 224": {"unfloored": lambda c: c.wide / 224.0, "clamped": lambda c: c.scaled.clamp(-224.0, 224.0), "codes": lambda c: c.clamped.to(FNUZ)},
+    "e4m3fnuz at 240": {
+        "unfloored": lambda c: c.wide / 240.0,
+        "clamped": lambda c: c.scaled.clamp(-240.0, 240.0),
+        "codes": lambda c: c.clamped.to(FNUZ),
+    },
+    "e4m3fnuz at 224": {
+        "unfloored": lambda c: c.wide / 224.0,
+        "clamped": lambda c: c.scaled.clamp(-224.0, 224.0),
+        "codes": lambda c: c.clamped.to(FNUZ),
+    },
 }  # fmt: skip
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+
 from tests.graph.harness import Passes, same_bytes, strides_of
 from tests.graph.programs import Program
-from torch.utils import _pytree as pytree
 from tests.graph.tracing import symbol_values, trace
 
 DYNAMIC_ROWS = {0: (0,), 1: (0,)}
