@@ -7,7 +7,6 @@ with one fact changed. ``c`` holds the inputs ``x``, ``z``, ``w`` and every earl
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -59,8 +58,15 @@ GATE_FIRST: dict[str, Step] = {
 }
 
 
+class Values:
+    """The inputs and every step's value by name (a class of our own: Dynamo cannot trace ``types.SimpleNamespace``)."""
+
+    def __init__(self, x: Any, z: Any, w: Any, more: tuple[Any, ...]) -> None:
+        self.x, self.z, self.w, self.more = x, z, w, more
+
+
 def run_steps(steps: dict[str, Step], x: Any, z: Any, w: Any, *more: Any) -> Any:
-    c = SimpleNamespace(x=x, z=z, w=w, more=more)
+    c = Values(x, z, w, more)
     for name, step in steps.items():
         setattr(c, name, step(c))
     return c.result
