@@ -17,7 +17,7 @@ from gdn_backend.fusion.sinks.decomposed import reads_only_shape
 from gdn_backend.graph.canonical import GraphView, overwritten_operand, spelled_name
 from gdn_backend.graph.effects import Effects, written_operands
 from gdn_backend.graph.shapes import is_contiguous, is_transformed, same_size, shape_of, static_int, tensor_of
-from gdn_backend.ops.spec import FP8_DTYPES, dtype_name
+from gdn_backend.ops.spec import DIVISION_STEPS, FP8_DTYPES, dtype_name
 
 _OPERAND_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -182,7 +182,7 @@ def check_fp8_format(quant: Quantisation) -> Miss | None:
     advice = "scale to torch.finfo of the FP8 dtype and clamp to the same number"
     largest = float(torch.finfo(FP8_DTYPES[quant.fp8_dtype]).max)
     steps = (*(quant.quant.scale_steps or ()), *quant.quant.factor_steps)
-    divisors = [float(step[-1]) for step in steps if step[0] == "div"]
+    divisors = [float(step[-1]) for step in steps if step[0] in DIVISION_STEPS]
     limits = [quant.quant.clamp, *divisors] if quant.quant.clamp is not None else divisors
     for limit in limits:
         if limit is not None and limit > largest:

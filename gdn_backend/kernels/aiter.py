@@ -123,7 +123,7 @@ def _inexact(spec: FusedSpec) -> str | None:
         return f"its chain is fp32, the graph rounds ({', '.join(spec.roundings)})"
     if quant.quotient is not None:
         return f"the graph rounds the quotient to {quant.quotient}"
-    if quant.operation != "divide":
+    if quant.operation == "multiply":
         return "it divides by the scale, the graph multiplies by its reciprocal"
     if quant.scale_format != "ue8m0":
         return "it divides by the FP8 maximum, eager multiplies by its reciprocal"

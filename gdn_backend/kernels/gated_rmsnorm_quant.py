@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from gdn_backend.kernels.configs import Architecture, LaunchConfig, describe, launch_config
 from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel
 from gdn_backend.ops.dispatch import Operands
-from gdn_backend.ops.spec import ROUNDING_POINTS, FusedSpec, Step, dtype_from_name, dtype_name
+from gdn_backend.ops.spec import DIVISION_STEPS, ROUNDING_POINTS, FusedSpec, Step, dtype_from_name, dtype_name
 
 Size = int | torch.SymInt
 
@@ -306,6 +306,8 @@ def _formula(spec: FusedSpec, saturates: bool) -> _Formula:
     overflow = 0.0 if quant.clamp is not None or largest < OVERFLOWS[spec.fp8_dtype] else OVERFLOWS[spec.fp8_dtype]
     if quant.operation == "multiply":
         division = "multiply"
+    elif quant.operation == "divide_triton":
+        division = "triton"
     elif quant.scale_format == "ue8m0" and smallest_factor >= 2.0**-126:
         division = "power of two"
     elif smallest_factor >= SMALLEST_FACTOR:
@@ -351,6 +353,8 @@ def _bounds(steps: tuple[tuple[str, float | str], ...], operation: str) -> tuple
             floor = max(floor, operand)
         elif name == "mul" and isinstance(operand, float) and operand > 0.0:
             low, floor = low * operand, floor * operand
+        elif name in DIVISION_STEPS and isinstance(operand, float) and operand > 0.0:
+            low, floor = low / operand * (1 - 2.0**-20), floor / operand * (1 - 2.0**-20)
         elif name == "round":
             low, floor = low * (1 - 2.0**-7), floor * (1 - 2.0**-7)
         elif name in ("exp2_ceil_log2", "ceil_pow2_bits"):

@@ -290,6 +290,10 @@ def _scale_step(value, negative_zero, STEP: tl.constexpr, OPERAND: tl.constexpr)
         return value + OPERAND
     elif STEP == "mul":
         return tl.fma(value, OPERAND, negative_zero)
+    elif STEP == "div_rn":
+        return tl.div_rn(value, tl.full(value.shape, OPERAND, tl.float32))
+    elif STEP == "div_triton":
+        return value / OPERAND
     elif STEP == "reciprocal":
         return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
     elif STEP == "round":
@@ -331,6 +335,8 @@ def _codes(
         scaled = y * _to_lines(tl.div_rn(tl.full(factor.shape, 1.0, tl.float32), factor), y.shape[0])
     elif DIVISION == "ieee":
         scaled = tl.div_rn(y, tl.broadcast_to(_to_lines(factor, y.shape[0]), y.shape))
+    elif DIVISION == "triton":
+        scaled = y / _to_lines(factor, y.shape[0])
     else:
         scaled = y * _to_lines(factor, y.shape[0])
     scaled = _rounded(scaled, QUOTIENT, False)

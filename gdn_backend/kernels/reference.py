@@ -106,7 +106,7 @@ def quantise(y: Tensor, group_size: int, quant: QuantSpec, fp8_dtype: torch.dtyp
     # y widens itself in the division: written out, Inductor would keep its fp32 form between the two passes over it.
     scales = _apply_steps(groups.float().abs().amax(dim=-1, keepdim=True), quant.scale_steps or ())
     factor = _apply_steps(scales, quant.factor_steps)
-    scaled = groups / factor if quant.operation == "divide" else groups * factor
+    scaled = groups * factor if quant.operation == "multiply" else groups / factor
     if quant.quotient is not None:
         scaled = scaled.to(dtype_from_name(quant.quotient)).float()
     if quant.clamp is not None:
@@ -191,6 +191,8 @@ def _apply_steps(value: Tensor, steps: tuple[Step, ...]) -> Tensor:
                 value = value * factor
             case "div", float() | int() as divisor:
                 value = value / divisor
+            case "div_rn" | "div_triton", float() | int() as divisor:
+                value = value / torch.full((), divisor, dtype=torch.float32, device=value.device)
             case ("reciprocal",):
                 value = value.reciprocal()
             case "round", str() as dtype:

@@ -37,6 +37,9 @@ Step = tuple[str, float | str] | tuple[str]
 #: which a column starts at 16 bytes, as the TMA of NVIDIA's matmuls wants it.
 ScaleLayout = Literal["row", "column", "column_tma"]
 
+#: How values become codes: divided by the factor, correctly rounded or by Triton's ``/``, or multiplied by it.
+Operation = Literal["divide", "divide_triton", "multiply"]
+
 #: Rounding points in the order of the chain; an entry of ``roundings`` is ``"point:dtype"``, e.g. ``"norm:bfloat16"``.
 ROUNDING_POINTS = ("activation", "gated", "norm", "offset", "weight", "bias", "output")
 
@@ -45,10 +48,13 @@ ROUNDING_POINTS = ("activation", "gated", "norm", "offset", "weight", "bias", "o
 #:
 #: ``("max", v)``: raise to at least v. ``("min", v)``: lower to at most v. ``("add", v)``, ``("mul", v)``: as named.
 #: ``("div", v)``: what eager does for tensor / Python number: a division on the CPU, a product with fp32(1/v) on a GPU
-#: (``div_true_kernel_cuda``). ``("reciprocal",)``: 1/value. ``("round", dtype)``: to that dtype and back.
+#: (``div_true_kernel_cuda``). ``("div_rn", v)``: a division, correctly rounded, as in CUDA kernels.
+#: ``("div_triton", v)``: Triton's ``/``, which is not correctly rounded on a GPU.
+#: ``("reciprocal",)``: 1/value. ``("round", dtype)``: to that dtype and back.
 #: ``("exp2_ceil_log2",)``: UE8M0 by logarithm. ``("ceil_pow2_bits",)``: UE8M0 by exponent bits, held to 2^-126 .. 2^127
 #: (zero, infinity and NaN too), as DeepGEMM does it.
-STEP_NAMES = ("max", "min", "add", "mul", "div", "reciprocal", "round", "exp2_ceil_log2", "ceil_pow2_bits")
+DIVISION_STEPS = ("div", "div_rn", "div_triton")
+STEP_NAMES = ("max", "min", "add", "mul", *DIVISION_STEPS, "reciprocal", "round", "exp2_ceil_log2", "ceil_pow2_bits")
 UE8M0_STEPS = ("exp2_ceil_log2", "ceil_pow2_bits")
 
 FP8_DTYPES: dict[str, torch.dtype] = {
@@ -80,7 +86,7 @@ class QuantSpec:
 
     scale_steps: tuple[Step, ...] | None = None
     factor_steps: tuple[Step, ...] = ()
-    operation: Literal["divide", "multiply"] = "divide"
+    operation: Operation = "divide"
     clamp: float | None = None  # codes' input is held to [-clamp, clamp]; None: not clamped
     quotient: str | None = None  # dtype that y / factor is rounded to before the FP8 cast; None: fp32
     scale_layout: ScaleLayout = "row"
@@ -89,7 +95,7 @@ class QuantSpec:
         for step in (*(self.scale_steps or ()), *self.factor_steps):
             if step[0] not in STEP_NAMES:
                 raise ValueError(f"unknown scale step {step!r}; known steps: {', '.join(STEP_NAMES)}")
-        for name, kinds in (("operation", ("divide", "multiply")), ("scale_layout", get_args(ScaleLayout))):
+        for name, kinds in (("operation", get_args(Operation)), ("scale_layout", get_args(ScaleLayout))):
             if getattr(self, name) not in kinds:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected one of {', '.join(kinds)}")
 

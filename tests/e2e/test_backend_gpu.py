@@ -9,7 +9,7 @@ import torch
 
 import gdn_backend
 from tests.exactness import assert_exact
-from tests.qwen_site import make_inputs, make_site
+from tests.qwen_site import HEAD_DIM, HEADS, make_inputs, make_site
 
 pytestmark = pytest.mark.gpu
 
@@ -63,3 +63,19 @@ def test_precision_casts_are_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_explain_takes_a_model_on_the_gpu() -> None:
     (report,) = gdn_backend.explain(make_site().cuda(), *make_inputs(device="cuda"))
     assert [(site.status, site.kernel) for site in report.sites] == [("fused", "triton")]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33, 2048])
+def test_a_triton_quantisation_in_the_graph(num_tokens: int) -> None:
+    """The sites' own division: Triton's ``/`` rounds otherwise than eager's."""
+    from tests.e2e.act_quant_kernel import act_quant
+
+    norm = make_site().norm.cuda()
+
+    def model(x: torch.Tensor, gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return act_quant(norm(x.view(-1, HEAD_DIM), gate.view(-1, HEAD_DIM)).view(-1, HEADS * HEAD_DIM))
+
+    inputs = make_inputs(num_tokens, device="cuda")
+    compiled = torch.compile(model, backend="gdn_rocm", fullgraph=True)
+    assert_exact(*compiled(*inputs), *model(*inputs), input_dtype=torch.bfloat16)
+    assert_fused_by("triton")

@@ -61,6 +61,8 @@ GATE_FIRST: dict[str, Step] = {
 class Values:
     """The inputs and every step's value by name (a class of our own: Dynamo cannot trace ``types.SimpleNamespace``)."""
 
+    result: Any
+
     def __init__(self, x: Any, z: Any, w: Any, more: tuple[Any, ...]) -> None:
         self.x, self.z, self.w, self.more = x, z, w, more
 

@@ -39,6 +39,7 @@ SPECS = {
     "ue8m0": dataclasses.replace(
         BASE, quant=QuantSpec((("div", 448.0), ("max", 1e-10), ("exp2_ceil_log2",)), clamp=448.0)
     ),
+    "Triton's division": dataclasses.replace(BASE, quant=QuantSpec((("div_triton", 448.0),), (), "divide_triton")),
 }
 
 
@@ -127,3 +128,17 @@ def test_small_launches_fit_too(tmp_path: Path) -> None:
         assert spilled_bytes(compiled, listing, tmp_path) == 0
         assert re.search(listing.wide_load, compiled.asm[listing.assembly])
         assert re.search(listing.conversion, compiled.asm[listing.assembly])
+
+
+def test_divisions_are_those_of_the_form() -> None:
+    """Eager multiplies by a reciprocal, CUDA kernels divide, Triton's ``/`` is an instruction of its own."""
+    formulas = {
+        "div": QuantSpec((("div", 448.0), ("max", 1e-7))),
+        "div_rn": QuantSpec((("div_rn", 448.0), ("max", 1e-7))),
+        "div_triton": QuantSpec((("div_triton", 448.0), ("max", 1e-7)), (), "divide_triton"),
+    }
+    found = {}
+    for name, quant in formulas.items():
+        text = compile_for(dataclasses.replace(BASE, quant=quant), LISTINGS["sm90"], num_tokens=8192).asm["ptx"]
+        found[name] = {word for word in ("div.rn.f32", "div.full.f32") if word in text}
+    assert found == {"div": set(), "div_rn": {"div.rn.f32"}, "div_triton": {"div.full.f32"}}

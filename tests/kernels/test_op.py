@@ -315,7 +315,7 @@ def test_importing_the_package_is_light() -> None:
     ("fields", "message"),
     [
         ({"scale_steps": (("sqrt",),)}, "unknown scale step"),
-        ({"operation": "divided"}, "operation='divided': expected one of divide, multiply"),
+        ({"operation": "divided"}, "operation='divided': expected one of divide, divide_triton, multiply"),
         ({"scale_layout": "diagonal"}, "scale_layout='diagonal': expected one of row, column, column_tma"),
     ],
 )

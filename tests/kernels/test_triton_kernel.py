@@ -67,6 +67,7 @@ SPECS = {
     "fnuz": change(fp8_dtype="float8_e4m3fnuz"),
     "fnuz to 224": change(fp8_dtype="float8_e4m3fnuz", quant=QuantSpec((("div", 224.0), ("max", 1e-7)), clamp=224.0)),
     "no floor": quant(("div", 448.0)),
+    "vllm cuda": quant(("max", 1e-10), ("div_rn", 448.0), clamp=448.0),
     "hf": quant(("max", 1e-4), ("div", 448.0), factor=(("reciprocal",),), operation="multiply"),
     "hub": quant(("div", 448.0), factor=(("max", 1e-12),)),
     "inverse": quant(("max", 1e-4), ("reciprocal",), ("mul", 448.0), operation="multiply", clamp=448.0),

@@ -28,21 +28,22 @@ from gdn_backend.fusion.sinks.results import (
 )
 from gdn_backend.graph.canonical import GraphView, op_arguments, qualified_op_name
 from gdn_backend.graph.shapes import is_contiguous, tensor_of
-from gdn_backend.ops.spec import QuantSpec, Step
+from gdn_backend.ops.spec import Operation, QuantSpec, Step
 
 HUB_OP = re.compile(r"_?finegrained_fp8(_\w*)?::fp8_act_quant")
 KERNEL = "act_quant_kernel"
 _HUB_KERNEL = "_fp8_act_quant_kernel"
 _FLOOR = 1e-12
-_AMAX: tuple[Step, ...] = (("div", 448.0),)
+_AMAX: tuple[Step, ...] = (("div_triton", 448.0),)
 _FLOORED: tuple[Step, ...] = (("max", _FLOOR),)
+_DIVIDE: Operation = "divide_triton"
 #: The scale and the codes of each build, without spaces, comments and the name of the maximum's function.
 _FORMULAS: dict[tuple[str, str], QuantSpec] = {
-    ("tl.max(tl.abs(x))/448.0", "x/s"): QuantSpec(_AMAX),
-    ("tl.max(tl.abs(x))/448.0", f"x/tl.maximum(s,{_FLOOR})"): QuantSpec(_AMAX, factor_steps=_FLOORED),
-    (f"tl.maximum(tl.max(tl.abs(x))/448.0,{_FLOOR})", "x/s"): QuantSpec(_AMAX + _FLOORED),
+    ("tl.max(tl.abs(x))/448.0", "x/s"): QuantSpec(_AMAX, operation=_DIVIDE),
+    ("tl.max(tl.abs(x))/448.0", f"x/tl.maximum(s,{_FLOOR})"): QuantSpec(_AMAX, _FLOORED, _DIVIDE),
+    (f"tl.maximum(tl.max(tl.abs(x))/448.0,{_FLOOR})", "x/s"): QuantSpec(_AMAX + _FLOORED, operation=_DIVIDE),
 }
-_PRESENT = QuantSpec(_AMAX, factor_steps=_FLOORED)
+_PRESENT = QuantSpec(_AMAX, _FLOORED, _DIVIDE)
 
 
 def read_formula(source: str) -> QuantSpec | None:

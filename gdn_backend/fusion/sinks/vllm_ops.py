@@ -73,7 +73,8 @@ def _read_triton_group(view: GraphView, node: Node, arguments: dict[str, Any], x
     maximum = _VLLM_MAXIMUM.get(dtype) if dtype is not None else None
     if maximum is None:
         return None
-    quant = QuantSpec(scale_steps=(("max", _single(_FLOOR)), ("div", maximum)), clamp=maximum)
+    steps: tuple[Step, ...] = (("max", _single(_FLOOR)), ("div_triton", maximum))
+    quant = QuantSpec(scale_steps=steps, operation="divide_triton", clamp=maximum)
     size = arguments["group_size"]
     return OpCall(node, str(qualified_op_name(node)), x, results[0], results.get(1), size, quant)
 
@@ -97,7 +98,7 @@ def _read_group(view: GraphView, node: Node, arguments: dict[str, Any], x: Node)
     size = arguments["group_size"]
     if not all(isinstance(value, int | float) for value in (eps, low, high, size)) or low != -high:
         return formula_miss(node, "a floor and a maximum that are numbers", f"eps={eps}, fp8_min={low}, fp8_max={high}")
-    steps: tuple[Step, ...] = (("max", _single(eps)), ("div", _single(high)))
+    steps: tuple[Step, ...] = (("max", _single(eps)), ("div_rn", _single(high)))
     if arguments.get("scale_ue8m0"):
         steps = (*steps, ("max", _single(_FLOOR)), ("exp2_ceil_log2",))
     return _written(view, node, x, arguments["output_q"], arguments["output_s"], size, steps, _single(high))
@@ -110,7 +111,7 @@ def _read_token(view: GraphView, node: Node, arguments: dict[str, Any], x: Node)
         return None
     if arguments.get("scale_ub") is not None:
         return formula_miss(node, "a scale without an upper bound", "scale_ub")
-    steps: tuple[Step, ...] = (("div", maximum), ("max", _single(1.0 / (maximum * 512.0))))
+    steps: tuple[Step, ...] = (("div_rn", maximum), ("max", _single(1.0 / (maximum * 512.0))))
     return _written(view, node, x, codes, arguments["scale"], width, steps, maximum)
 
 
