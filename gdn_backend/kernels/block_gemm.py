@@ -57,10 +57,19 @@ def block_gemm(
 
     ``codes``, ``weight``, ``weight_scales`` and ``output`` are contiguous; ``scales`` may have any strides.
     """
+    arguments = block_gemm_arguments(codes, scales, weight, weight_scales, output)
+    grid = (triton.cdiv(arguments["num_rows"], ROWS), arguments["out_features"] // COLUMNS)
+    torch.library.wrap_triton(block_gemm_kernel)[grid](**arguments)
+
+
+def block_gemm_arguments(
+    codes: torch.Tensor, scales: torch.Tensor, weight: torch.Tensor, weight_scales: torch.Tensor, output: torch.Tensor
+) -> dict[str, Any]:
+    """The kernel's arguments and launch options; the tensors may be fake."""
     out_features, in_features = weight.shape
     num_rows = codes.numel() // in_features
     scales = scales.reshape(num_rows, scales.shape[-1])
-    arguments: dict[str, Any] = {
+    return {
         "codes_ptr": codes,
         "scales_ptr": scales,
         "weight_ptr": weight,
@@ -76,5 +85,3 @@ def block_gemm(
         "DEPTH": DEPTH,
         "num_warps": NUM_WARPS,
     }
-    grid = (triton.cdiv(num_rows, ROWS), out_features // COLUMNS)
-    torch.library.wrap_triton(block_gemm_kernel)[grid](**arguments)

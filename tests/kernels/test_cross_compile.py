@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from gdn_backend.kernels.block_gemm import block_gemm_arguments, block_gemm_kernel
 from gdn_backend.kernels.configs import CDNA3, CDNA4, NVIDIA, Architecture
 from gdn_backend.kernels.gated_rmsnorm_quant import plan
-from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel as kernel
+from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel
 from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs
-from gdn_backend.ops.spec import FusedSpec, QuantSpec
+from gdn_backend.ops.spec import FP8_DTYPES, FusedSpec, QuantSpec
 
 QWEN = ("norm:bfloat16", "weight:bfloat16", "output:bfloat16")
 BASE = FusedSpec(hidden_size=4096, head_dim=128, norm_size=128, group_size=128, roundings=QWEN)
@@ -53,20 +55,23 @@ class Listing:
     assembly: str
     wide_load: str
     conversion: str
+    matrix_unit: str
 
 
 LISTINGS = {
     "gfx942": Listing(
         GPUTarget("hip", "gfx942", 64), CDNA3, "float8_e4m3fnuz", "amdgcn",
-        r"(?:global|buffer)_load_dwordx[24]\b", r"v_cvt_pk_fp8_f32",
+        r"(?:global|buffer)_load_dwordx[24]\b", r"v_cvt_pk_fp8_f32", r"v_mfma_f32_\w+_fp8_fp8",
     ),
     "gfx950": Listing(
         GPUTarget("hip", "gfx950", 64), CDNA4, "float8_e4m3fn", "amdgcn",
         r"(?:global|buffer)_load_dwordx[24]\b", r"v_cvt_(?:scalef32_)?pk_fp8_f32",
+        r"v_mfma_f32_\w+_f8f6f4",
     ),
     "sm90": Listing(
         GPUTarget("cuda", 90, 32), NVIDIA, "float8_e4m3fn", "ptx",
         r"ld\.global[\w.:]*\.v[24]\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32",
+        r"wgmma\.mma_async\S+\.e4m3\.e4m3",
     ),
 }  # fmt: skip
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
@@ -74,11 +79,18 @@ POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn
 
 
 def compile_for(spec: FusedSpec, listing: Listing, num_tokens: int) -> triton.compiler.CompiledKernel:
-    """The kernel as :func:`plan` would have it launched for ``num_tokens`` bf16 tokens."""
+    """The fused kernel as :func:`plan` would have it launched for ``num_tokens`` bf16 tokens."""
     spec = dataclasses.replace(spec, fp8_dtype=listing.fp8_dtype)
     x = torch.empty(num_tokens, spec.hidden_size, dtype=torch.bfloat16, device="meta")
     weight = x[0, : spec.norm_size if spec.norm_before_gate else spec.hidden_size]
     _, arguments = plan(x, x, weight, None, 1e-6, spec, *allocate_outputs(x, spec), listing.machine)
+    return compile_kernel(gated_rmsnorm_quant_kernel, arguments, listing.target)
+
+
+def compile_kernel(
+    kernel: triton.JITFunction, arguments: dict[str, Any], target: GPUTarget
+) -> triton.compiler.CompiledKernel:
+    """``kernel`` as it would be specialised for these arguments, meta tensors among them."""
     options = {"num_warps": arguments.pop("num_warps")}
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(kernel.params):
@@ -91,8 +103,7 @@ def compile_for(spec: FusedSpec, listing: Listing, num_tokens: int) -> triton.co
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
             if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    return triton.compile(source, target=listing.target, options=options)
+    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
 
 
 def spilled_bytes(compiled: triton.compiler.CompiledKernel, listing: Listing, folder: Path) -> int:
@@ -142,3 +153,16 @@ def test_divisions_are_those_of_the_form() -> None:
         text = compile_for(dataclasses.replace(BASE, quant=quant), LISTINGS["sm90"], num_tokens=8192).asm["ptx"]
         found[name] = {word for word in ("div.rn.f32", "div.full.f32") if word in text}
     assert found == {"div": set(), "div_rn": {"div.rn.f32"}, "div_triton": {"div.full.f32"}}
+
+
+@pytest.mark.parametrize("architecture", sorted(LISTINGS))
+def test_the_block_gemm_uses_the_matrix_units(architecture: str, tmp_path: Path) -> None:
+    listing = LISTINGS[architecture]
+    fp8 = FP8_DTYPES[listing.fp8_dtype]
+    codes, weight = (torch.empty(rows, 4096, dtype=fp8, device="meta") for rows in (64, 2048))
+    scales, weight_scales = (torch.empty(rows, 32, device="meta") for rows in (64, 16))
+    output = torch.empty(64, 2048, dtype=torch.bfloat16, device="meta")
+    arguments = block_gemm_arguments(codes, scales, weight, weight_scales, output)
+    compiled = compile_kernel(block_gemm_kernel, arguments, listing.target)
+    assert spilled_bytes(compiled, listing, tmp_path) == 0
+    assert re.search(listing.matrix_unit, compiled.asm[listing.assembly])
