@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import copy
+import datetime
+import platform
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -36,7 +38,8 @@ from gdn_backend.ops.fp8_quant import fp8_quant  # noqa: E402
 from gdn_backend.ops.spec import QuantSpec  # noqa: E402
 from tests.graph import quant_ops  # noqa: E402
 from tests.graph.harness import Passes, run, same_bytes  # noqa: E402
-from tests.graph.sites import make_inputs, site  # noqa: E402
+from tests.graph.sites import UNQUANTISED, make_inputs, site  # noqa: E402
+from tests.graph.triton_launch import ACT_QUANT_SOURCES, run_launch  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "results" / "model_table.md"
 BATCH, PREFILL_LENGTH = 2, 5
@@ -164,14 +167,22 @@ SINKS: dict[str, dict[str, Callable[[torch.Tensor], Any]]] = {
 
 def survey_sink(quantise: Callable[[torch.Tensor], Any]) -> str:
     """``fused``, or the reason of the refusal."""
-    unused = ("groups", "magnitude", "amax", "wide", "unfloored", "scale", "data", "scaled", "clamped", "codes")
-    steps = {name: lambda c: None for name in unused}
     with torch.no_grad():
-        outcome = run(site(steps, result=lambda c: quantise(c.rows)), *make_inputs())
-    if outcome.passes.misses:
-        return ", ".join(miss.reason.name for miss in outcome.passes.misses)
-    is_exact = all(map(same_bytes, outcome.actual, outcome.expected))
-    return "fused" if is_exact and len(outcome.passes.matches) == 1 else "**neither fused nor refused**"
+        outcome = run(site(UNQUANTISED, result=lambda c: quantise(c.rows)), *make_inputs())
+    return _verdict(outcome.passes, all(map(same_bytes, outcome.actual, outcome.expected)))
+
+
+def survey_launch(scale: str, codes: str, formula: Callable[[torch.Tensor], Any]) -> str:
+    """The same for a Triton kernel's launch; ``formula`` is what it computes."""
+    passes, fused, rows = run_launch(scale, codes)
+    with torch.no_grad():
+        return _verdict(passes, all(map(same_bytes, fused(), formula(rows))))
+
+
+def _verdict(passes: Passes, is_exact: bool) -> str:
+    if passes.misses:
+        return ", ".join(miss.reason.name for miss in passes.misses)
+    return "fused" if is_exact and len(passes.matches) == 1 else "**neither fused nor refused**"
 
 
 def sink_rows() -> Iterator[str]:
@@ -181,6 +192,8 @@ def sink_rows() -> Iterator[str]:
     for name, forms in SINKS.items():
         cells = [survey_sink(forms[form]) if form in forms else "" for form in SINK_FORMS]
         yield f"| `{name}` | " + " | ".join(cells) + " |"
+    launches = {survey_launch(*source) for source in ACT_QUANT_SOURCES.values()}
+    yield f"| `act_quant_kernel` (Triton) | {', '.join(launches)} |" + " |" * (len(SINK_FORMS) - 1)
 
 
 def rows(only: str) -> Iterator[str]:
@@ -204,8 +217,8 @@ def main() -> None:
     lines = [
         "# What the matcher finds",
         "",
-        f"Written by `scripts/model_table.py` with torch {torch.__version__} and transformers "
-        f"{transformers.__version__}.",
+        f"Written by `scripts/model_table.py` on {datetime.date.today()}, on a CPU ({platform.machine()}), with torch "
+        f"{torch.__version__} and transformers {transformers.__version__}.",
         "",
         "Gated norms of Hugging Face's layers in front of a quantised output projection: sites fused / expected. "
         "Codes and scales of every fused layer were byte-equal to eager's.",

@@ -47,6 +47,9 @@ BASE: dict[str, Step] = {
     "result": lambda c: (c.codes.view(-1, HIDDEN), c.scale.squeeze(-1)),
 }
 
+#: The base up to ``rows``, for a ``result`` that quantises them itself.
+UNQUANTISED: dict[str, Step] = dict.fromkeys(list(BASE)[list(BASE).index("rows") + 1 : -1], lambda c: None)
+
 #: One fp32 chain with one rounding, as vLLM's forward_static and Kimi have it.
 ONE_ROUNDING: dict[str, Step] = {"narrow": lambda c: c.norm, "weighted": lambda c: c.norm * c.w.float()}
 

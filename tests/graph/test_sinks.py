@@ -11,14 +11,14 @@ import torch
 from gdn_backend.fusion.match import Reason
 from gdn_backend.fusion.sinks.act_quant import HUB_OP, read_formula
 from tests.graph import quant_ops
-from tests.graph.harness import Outcome, Passes, assert_fused, assert_missed, capture, find_node, run, same_bytes
+from tests.graph.harness import Outcome, assert_fused, assert_missed, run, same_bytes
 from tests.graph.quant_ops import call_group_writer, call_token_writer, deepgemm_cast
-from tests.graph.sites import HIDDEN, ONE_ROUNDING, make_inputs, site
+from tests.graph.sites import HIDDEN, ONE_ROUNDING, UNQUANTISED, make_inputs, site
+from tests.graph.triton_launch import ACT_QUANT_SOURCES, FakeKernel, run_launch
 
 Quantise = Callable[[torch.Tensor], Any]
 
 VLLM, HUB = torch.ops.vllm, torch.ops.finegrained_fp8_0a1b2c3
-UNUSED = ("groups", "magnitude", "amax", "wide", "unfloored", "scale", "data", "scaled", "clamped", "codes")
 
 #: name -> quantisation of rows ``[T, K]``, the sink's name in the report.
 FUSED: dict[str, tuple[Quantise, str]] = {
@@ -52,9 +52,8 @@ REFUSED: dict[str, tuple[Quantise, Reason, str]] = {
 
 
 def _run(quantise: Quantise, dynamic: bool = False, tokens: int = 3, **steps: Any) -> Outcome:
-    unused = dict.fromkeys(UNUSED, lambda c: None)
     with torch.no_grad():
-        return run(site(unused, result=lambda c: quantise(c.rows), **steps), *make_inputs(tokens), dynamic=dynamic)
+        return run(site(UNQUANTISED, result=lambda c: quantise(c.rows), **steps), *make_inputs(tokens), dynamic=dynamic)
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
@@ -127,69 +126,10 @@ def test_behind_the_sigmoid_family(name: str) -> None:
     assert_fused(_run(FUSED[name][0], **ONE_ROUNDING, activated=lambda c: torch.sigmoid(c.gate)))
 
 
-ACT_QUANT_SOURCES = {
-    "no floor": ("tl.max(tl.abs(x)) / 448.0", "x / s", quant_ops.act_quant),
-    "a floor in the divisor": ("tl.max(tl.abs(x)) / 448.0", "(x / tl.maximum(s, 1e-12))", quant_ops.hub_act_quant),
-}
-
-
-class FakeKernel:
-    """What the matcher sees of a Triton kernel: its name and its source."""
-
-    __name__ = "act_quant_kernel"
-
-    def __init__(self, scale: str, codes: str) -> None:
-        self.src = (
-            "def act_quant_kernel(x_ptr, y_ptr, s_ptr, BLOCK_SIZE: tl.constexpr):\n"
-            "    x = tl.load(x_ptr + offs).to(tl.float32)\n"
-            f"    s = {scale}  # the scale\n"
-            f"    y = {codes}\n"
-            "    y = y.to(y_ptr.dtype.element_ty)\n"
-        )
-
-
-def _launch_in_place_of_the_op(graph: torch.fx.Graph, kernel: FakeKernel) -> None:
-    """Dynamo traces a launch only where Triton has a driver, so the launch is put where another op wrote."""
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
-
-    kernel_side_table.reset_table()
-    operation = find_node(graph, "_C::per_token_group_fp8_quant")
-    x, codes, scales = operation.args[:3]
-    with graph.inserting_before(operation):
-        graph.call_function(
-            triton_kernel_wrapper_mutation,
-            kwargs={
-                "kernel_idx": kernel_side_table.add_kernel(kernel),
-                "constant_args_idx": kernel_side_table.add_constant_args({"BLOCK_SIZE": 128}),
-                "grid": [(12, 1, 1)],
-                "tma_descriptor_metadata": {},
-                "kwargs": {"x_ptr": x, "y_ptr": codes, "s_ptr": scales},
-            },
-        )
-    graph.erase_node(operation)
-
-
-def _run_launch(scale: str, codes: str) -> tuple[Passes, Any, tuple[torch.Tensor, ...], Any]:
-    unused = dict.fromkeys(UNUSED, lambda c: None)
-    model = site(unused, result=lambda c: (*call_group_writer(c.rows), c.rows.detach()))
-    rows_model = site(unused, result=lambda c: c.rows)
-    rows_model.weight = model.weight
-    model.steps["result"] = lambda c: call_group_writer(c.rows)
-    inputs = make_inputs()
-    with torch.no_grad():
-        gm = capture(model, *inputs)
-        _launch_in_place_of_the_op(gm.graph, FakeKernel(scale, codes))
-        passes = Passes()
-        fused = passes.backend(gm, inputs)
-        placeholders = {"L_x_": inputs[0], "L_z_": inputs[1]}
-        arguments = [placeholders.get(str(node.target), model.weight) for node in gm.graph.find_nodes(op="placeholder")]
-        return passes, lambda: fused(*arguments), inputs, rows_model(*inputs)
-
-
 @pytest.mark.parametrize("name", ACT_QUANT_SOURCES)
 def test_a_triton_launch_in_the_graph(name: str) -> None:
     scale, codes, formula = ACT_QUANT_SOURCES[name]
-    passes, fused, _, rows = _run_launch(scale, codes)
+    passes, fused, rows = run_launch(scale, codes)
     assert [match.facts.sink for match in passes.matches] == ["act_quant_kernel"], passes.misses
     assert "triton_kernel_wrapper" not in str(passes.graphs[0].graph)
     with torch.no_grad():
@@ -197,7 +137,7 @@ def test_a_triton_launch_in_the_graph(name: str) -> None:
 
 
 def test_a_triton_launch_with_another_formula() -> None:
-    passes, _, _, _ = _run_launch("tl.max(tl.abs(x)) / 240.0", "x / s")
+    passes, _, _ = run_launch("tl.max(tl.abs(x)) / 240.0", "x / s")
     assert [miss.reason for miss in passes.misses] == [Reason.SCALE_FORMULA]
 
 
