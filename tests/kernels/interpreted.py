@@ -1,0 +1,90 @@
+"""Runs the Triton kernel in Triton's interpreter, for every spec, and prints JSON: what differs from the reference.
+
+A process of its own, because Triton reads ``TRITON_INTERPRET`` when it is imported. The interpreter truncates where
+bf16 is rounded (Triton 3.9), so everything that is bf16 elsewhere is fp16 here. The kernel does what eager does on a
+GPU, so the reference has to be told to multiply where eager on the CPU divides by a number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import torch
+
+from gdn_backend.exactness import measure_distance
+from gdn_backend.kernels.configs import describe
+from gdn_backend.kernels.gated_rmsnorm_quant import plan
+from gdn_backend.kernels.gated_rmsnorm_quant_kernel import USE_LIBDEVICE, gated_rmsnorm_quant_kernel
+from gdn_backend.kernels.reference import reference
+from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs
+from gdn_backend.ops.spec import FusedSpec, QuantSpec
+from tests.kernels.specs import SPECS, dtype_before_quantisation
+
+NUM_TOKENS = 2
+#: What eager on a CPU and the interpreter do otherwise than a GPU: codes of values past the FP8 maximum, which are NaN
+#: there and clamped here; the last bit of exp, which a scale shows that nothing rounds before.
+LEFT_OUT = ("capped", "fp32 chain")
+
+
+def in_fp16(spec: FusedSpec) -> FusedSpec:
+    """``spec`` with fp16 for bf16."""
+    fields = {**dataclasses.asdict(spec.quant), "quotient": _in_fp16(spec.quant.quotient)}
+    for name in ("scale_steps", "factor_steps"):
+        steps = getattr(spec.quant, name)
+        fields[name] = steps and tuple(tuple(_in_fp16(part) for part in step) for step in steps)
+    roundings = tuple(str(_in_fp16(entry)) for entry in spec.roundings)
+    return dataclasses.replace(spec, roundings=roundings, quant=QuantSpec(**fields))
+
+
+def _in_fp16(part: object) -> object:
+    return part.replace("bfloat16", "float16") if isinstance(part, str) else part
+
+
+def as_on_a_gpu(spec: FusedSpec) -> FusedSpec:
+    """``spec`` with eager's division by a number as what it is on a GPU, a product with the reciprocal in fp32."""
+    quant = spec.quant.resolve(spec.torch_fp8_dtype)
+
+    def step(name: str, *operands: object) -> tuple[object, ...]:
+        if name != "div":
+            return (name, *operands)
+        return ("mul", float(1.0 / torch.tensor(operands[0], dtype=torch.float32)))
+
+    scale_steps = tuple(step(*entry) for entry in quant.scale_steps or ())
+    factor_steps = tuple(step(*entry) for entry in quant.factor_steps)
+    changed = dataclasses.replace(quant, scale_steps=scale_steps, factor_steps=factor_steps)
+    return dataclasses.replace(spec, quant=changed)
+
+
+def run(spec: FusedSpec, *, is_strided: bool) -> list[str]:
+    """What is not exact: nothing, or the distance as text."""
+    hidden = spec.hidden_size
+    x, gate = (torch.randn(NUM_TOKENS, hidden).half() for _ in range(2))
+    if is_strided:
+        gate = torch.stack([gate, gate + 1], dim=1)[:, 0]
+    x[1, : min(128, hidden)] = 0.0
+    weight = torch.rand(spec.norm_size if spec.norm_before_gate else hidden).half() + 0.5 - spec.weight_offset
+    codes, scales = allocate_outputs(x, spec)
+    codes.view(torch.uint8).fill_(0x55)
+    scales.fill_(-777.0)
+    programs, arguments = plan(x, gate, weight, None, 1e-6, spec, codes, scales, describe(x.device))
+    gated_rmsnorm_quant_kernel[(programs,)](**arguments)
+    eager = reference(x, gate, weight, None, 1e-6, as_on_a_gpu(spec))
+    distance = measure_distance(codes, scales, *eager, spec.quant.scale_format)
+    is_exact = distance.is_exact(dtype_before_quantisation(spec), spec.quant.scale_format)
+    return [] if is_exact else [distance.render()]
+
+
+def main() -> int:
+    assert not USE_LIBDEVICE, "Triton does not interpret"
+    torch.manual_seed(0)
+    specs = {name: in_fp16(spec) for name, spec in SPECS.items() if name not in LEFT_OUT}
+    found = {name: run(spec, is_strided=False) for name, spec in specs.items()}
+    found |= {f"{name}, strided gate": run(specs[name], is_strided=True) for name in ("qwen", "olmo")}
+    print(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
