@@ -29,18 +29,19 @@ def plan_sites(graph: Graph, settings: Settings) -> Plan:
     for match in found.matches:
         answer = choose_kernel(match.spec, _operands(match), requested=settings.kernel, numerics=settings.numerics)
         if not isinstance(answer, Choice):
-            miss = _miss(match, Reason.KERNEL, "a kernel that takes the site", answer.reason)
+            advice = "gdn.kernel='reference' takes every site, slower than a kernel of its own"
+            miss = _miss(match, Reason.KERNEL, "a kernel that takes the site", answer.reason, advice)
             plan.missed.append((miss, answer.reason))
         elif not settings.enabled:
-            miss = _miss(match, Reason.DISABLED, "gdn.enabled=True", "False")
+            miss = _miss(match, Reason.DISABLED, "gdn.enabled=True", "False", "leave gdn.enabled and GDN_ENABLED unset")
             plan.missed.append((miss, f"would have been {answer.kernel}"))
         else:
             plan.chosen.append((match, answer))
     return plan
 
 
-def _miss(match: Match, reason: Reason, expected: str, actual: str) -> Miss:
-    return Miss("kernel", reason, match.quant.codes, expected, actual, facts=match.facts)
+def _miss(match: Match, reason: Reason, expected: str, actual: str, advice: str) -> Miss:
+    return Miss("kernel", reason, match.quant.codes, expected, actual, advice, match.facts)
 
 
 def _operands(match: Match) -> Operands:
