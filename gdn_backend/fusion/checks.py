@@ -6,7 +6,7 @@ They come after the structure is known and before a kernel is chosen, cheapest f
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -56,8 +56,10 @@ class SiteChecker:
         inside = norm.interior | quant.interior
         known = inside | quant.dependents | set(quant.results)
         for node in sorted(inside, key=self._view.position.__getitem__):
+            if self._is_operand_preparation(node, norm):
+                continue
             for user in self._view.readers(node):
-                if user in known or self._needs_no_data(user) or self._is_operand_preparation(node, norm):
+                if user in known or self._needs_no_data(user):
                     continue
                 actual = "the graph's output" if user.op == "output" else f"{user.name}"
                 advice = "return or use the value behind the quantisation instead, or keep a copy of the inputs"
@@ -86,13 +88,22 @@ class SiteChecker:
         members = norm.interior | quant.interior | quant.dependents | set(quant.results)
         place = min(position[node] for node in quant.sources)
         operands = set(_operands(norm))
+        reads_of = self._reads_by(members)
         for node in sorted(members | operands, key=position.__getitem__):
-            reads = [position[user] for user in self._view.readers(node) if user in members]
+            reads = reads_of.get(node, [])
             start = min(reads, default=place) if node in operands else position[node]
             end = max(place, *reads) if node in operands else max(reads, default=start)
             for writer in self._effects.writes_between(node, start, end):
                 return _mutation(writer, f"{node.name} unchanged until the codes are made")
         return None
+
+    def _reads_by(self, members: Iterable[Node]) -> dict[Node, list[int]]:
+        """Where ``members`` read which values. (From their inputs: a tensor's users may be the whole graph.)"""
+        reads: dict[Node, list[int]] = {}
+        for member in members:
+            for node in member.all_input_nodes:
+                reads.setdefault(self._view.current(node, member), []).append(self._view.position[member])
+        return reads
 
     def check_own_writes(self, norm: GatedNorm, quant: Quantisation) -> Miss | None:
         """What the site writes in place is its own: nobody outside sees the memory and would miss the write."""

@@ -1,0 +1,87 @@
+"""Generated programs: equivalent spellings fuse to eager's bytes; changed ones are eager's, fused or not.
+
+``scripts/fuzz.py`` runs the same for as long as one likes.
+"""
+
+from __future__ import annotations
+
+import collections
+import random
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+import gdn_backend
+from tests.graph.changes import changed
+from tests.graph.programs import Pick, equivalent
+from tests.graph.trial import Trial, compare_compiled, try_program
+
+PROGRAMS = 800  # of each kind
+COMPILED = (2, 5, 12)  # seeds: a gate before the norm and one behind it, plain torch and an op
+
+budget = settings(
+    max_examples=PROGRAMS,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=(Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def picker(data: st.DataObject) -> Pick:
+    return lambda options: options[data.draw(st.integers(0, len(options) - 1))]
+
+
+def say(kind: str, trials: list[Trial], capsys: pytest.CaptureFixture[str]) -> None:
+    """Says how many programs were tried, also where tests pass."""
+    valid = [trial for trial in trials if trial.valid]
+    reasons = collections.Counter(reason for trial in valid for reason in trial.reasons)
+    fused = sum(trial.fused > 0 for trial in valid)
+    with capsys.disabled():
+        print(f"\n{len(valid)} {kind} programs tried, {fused} fused, misses: {dict(reasons.most_common())}")
+
+
+def test_equivalent_programs_fuse(capsys: pytest.CaptureFixture[str]) -> None:
+    trials: list[Trial] = []
+
+    @budget
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        program = equivalent(picker(data))
+        trial = try_program(program, must_fuse=True)
+        trials.append(trial)
+        assert not trial.fault, f"{trial.fault}\n{program.describe()}"
+
+    check()
+    say("equivalent", trials, capsys)
+    assert sum(trial.fused for trial in trials) > PROGRAMS / 2
+
+
+def test_changed_programs_are_eagers(capsys: pytest.CaptureFixture[str]) -> None:
+    trials: list[Trial] = []
+
+    @budget
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        pick = picker(data)
+        program = changed(equivalent(pick), pick)
+        trial = try_program(program, must_fuse=False)
+        trials.append(trial)
+        assert not trial.fault, f"{trial.fault}\n{program.describe()}"
+
+    check()
+    say("changed", trials, capsys)
+    assert sum(bool(trial.reasons) for trial in trials) > PROGRAMS / 10
+
+
+@pytest.mark.parametrize("seed", COMPILED)
+def test_a_sample_through_inductor(seed: int) -> None:
+    program = equivalent(random.Random(seed).choice)
+    assert program.tokens > 0
+    fault = compare_compiled(program)
+    assert not fault, f"{fault}\n{program.describe()}"
+    report = gdn_backend.last_report()
+    assert report is not None
+    assert (report.num_fused, report.num_missed) == (1, 0)
