@@ -36,7 +36,8 @@ class SiteChecker:
     def check(self, norm: GatedNorm, quant: Quantisation) -> Miss | None:
         """The first reason why this site must stay as it is, or None."""
         return (
-            check_fp8_format(quant)
+            check_grad(quant)
+            or check_fp8_format(quant)
             or check_fake_quantisation(self._view, quant)
             or self.check_users(norm, quant)
             or check_operands(norm)
@@ -44,7 +45,6 @@ class SiteChecker:
             or self.check_writes(norm, quant)
             or self.check_own_writes(norm, quant)
             or self.check_autocast(norm, quant)
-            or check_grad(quant)
             or self.check_grad_mode(norm, quant)
         )
 

@@ -11,7 +11,7 @@ from gdn_backend.graph.canonical import GraphView
 from gdn_backend.graph.shapes import tensor_of
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-_EXACT_IN_FP32 = (torch.bfloat16, torch.float16, torch.float32)
+UP_TO_FP32 = (torch.bfloat16, torch.float16, torch.float32)  # the dtypes that the fused op computes in
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Peeled:
     def is_expressible(self) -> bool:
         """False where it was rounded to two different dtypes in turn, or left the floating dtypes up to fp32."""
         rounded = {dtype for dtype in self.dtypes if dtype in LOW_PRECISION}
-        return len(rounded) <= 1 and all(dtype in _EXACT_IN_FP32 for dtype in self.dtypes)
+        return len(rounded) <= 1 and all(dtype in UP_TO_FP32 for dtype in self.dtypes)
 
 
 def dtype_of(node: Node) -> torch.dtype | None:

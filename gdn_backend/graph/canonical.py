@@ -175,7 +175,8 @@ class GraphView:
             if written is not None:
                 root = self._root.get(written, written)
                 # Dynamo leaves a setitem without a value; to its readers it is the tensor that it filled.
-                node.meta.setdefault("example_value", tensor_of(written))
+                if tensor_of(node) is None:
+                    node.meta["example_value"] = tensor_of(written)
                 self._root[node] = root
                 self._versions.setdefault(root, []).append((index, node))
 

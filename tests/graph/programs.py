@@ -29,7 +29,10 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclass
 class Program:
-    """A site over x, z [T * H, D], a weight [D] and a bias [D]; ``names`` say which spelling each step has."""
+    """A site over x, z [T * H, D], a weight [D] and a bias [D]; ``names`` say which spelling each step has.
+
+    Where T is dynamic the inputs are [T, H, D] and are flattened first, as models do it.
+    """
 
     steps: dict[str, Step]
     names: dict[str, str]
@@ -51,6 +54,8 @@ class Program:
         return self.strides == "transposed" or self.names.get("root") in ("1/sqrt", "sqrt.reciprocal", "pow(-0.5)")
 
     def __call__(self, x: Any, z: Any, w: Any, b: Any) -> Any:
+        if self.dynamic:
+            x, z = x.reshape(-1, self.head_dim), z.flatten(0, 1)
         return run_steps(self.steps, x, z, w, b)
 
     def make_inputs(self, seed: int = 0) -> list[torch.Tensor]:
@@ -61,6 +66,8 @@ class Program:
             _lay_out(value.to(dtype), self.strides)
             for value, dtype in zip(values, (self.dtype, self.gate_dtype), strict=False)
         )
+        if self.dynamic:
+            x, z = (value.view(self.tokens, self.heads, width) for value in (x, z))
         w, b = (torch.rand(width, generator=generator) for _ in range(2))
         return [x, z, (w + 0.5).to(self.weight_dtype), b.to(self.weight_dtype)]
 
@@ -121,8 +128,8 @@ def equivalent(pick: Pick) -> Program:
         weight_dtype=pick([dtype, torch.float32, torch.bfloat16]),
         strides=pick(["contiguous", "contiguous", "transposed", "packed"]),
         values=pick(["normal", "normal", "tiny", "large", "zeros", "not finite"]),
-        dynamic=pick([False, False, True]),
     )
+    program.dynamic = pick([False, program.strides != "transposed"])
     _choose_norm(program, pick)
     _choose_layout(program, pick)
     _choose_quant(program, pick)

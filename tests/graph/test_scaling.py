@@ -1,6 +1,7 @@
 """The passes' work grows with the graph and no faster: 20,000 nodes cost ten times what 2,000 do.
 
-Work is counted in function calls, which other work on the machine does not change; ``scripts/bench_compile.py`` times it.
+Work is counted in function calls, which other work on the machine does not change; times are what
+``scripts/bench_compile.py`` measures.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tests.graph.harness import Passes, same_bytes, strides_of
 from tests.graph.programs import Program
 from tests.graph.tracing import symbol_values, trace
 
-DYNAMIC_ROWS = {0: (0,), 1: (0,)}
+DYNAMIC_TOKENS = {0: (0,), 1: (0,)}  # of x and z
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def try_program(program: Program, must_fuse: bool, seed: int = 0) -> Trial:
         if must_fuse and program.tokens:  # with none, a size of -1 can be ambiguous
             raise
         return Trial(0, (), "", valid=False)
-    dims = DYNAMIC_ROWS if program.dynamic and program.tokens * program.heads > 1 else {}
+    dims = DYNAMIC_TOKENS if program.dynamic and program.tokens > 1 else {}
     gm = trace(program, inputs, dims)
     passes = Passes(frozenset({64, 128}))
     passes.backend(gm, [])

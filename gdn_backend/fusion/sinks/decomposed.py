@@ -19,7 +19,7 @@ from torch.fx import Node
 
 from gdn_backend.fusion.match import Candidate, Miss, Quantisation, Reason
 from gdn_backend.fusion.sinks.ue8m0 import read_power_of_two
-from gdn_backend.fusion.walk import LOW_PRECISION, Peeled, dtype_of, peel, peel_exact
+from gdn_backend.fusion.walk import LOW_PRECISION, UP_TO_FP32, Peeled, dtype_of, peel, peel_exact
 from gdn_backend.graph.canonical import CREATIONS, CanonicalOp, GraphView, overwritten_operand
 from gdn_backend.graph.shapes import same_shape, shape_of, static_int, tensor_of, value_of
 from gdn_backend.ops.spec import QuantSpec, Step, dtype_name
@@ -117,6 +117,11 @@ def _read_cast(view: GraphView, value: Node) -> _Cast:
         top = peel(view, value)
         nodes += top.trail
         dtypes += [dtype for dtype in top.dtypes if dtype in LOW_PRECISION]
+        other = next((dtype for dtype in top.dtypes if dtype not in UP_TO_FP32), None)
+        if other is not None:
+            advice = "divide and clamp in float32"
+            expected = "a quotient in float32, bfloat16 or float16"
+            problem = problem or Miss("quant", Reason.ROUNDING, top.node, expected, dtype_name(other), advice)
         op = view.op(top.node)
         if op.name != "clamp":
             break
@@ -180,8 +185,9 @@ def _symbolic(op: CanonicalOp) -> bool:
 def _read_link(op: CanonicalOp) -> _Link | Miss | None:
     """One node of the chain as steps; None where it is none of them."""
     dtype = dtype_of(op.node)
-    if dtype is None:
+    if dtype not in UP_TO_FP32:
         return None
+    assert dtype is not None
     other = op.get("other")
     number = float(other) if isinstance(other, int | float) else None
     value = op.get("value")
