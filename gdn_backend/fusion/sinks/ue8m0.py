@@ -91,11 +91,11 @@ def _read_exponent(view: GraphView, node: Node) -> tuple[Node, tuple[Node, ...]]
 def _read_carry(view: GraphView, node: Node) -> tuple[Node, tuple[Node, ...]] | None:
     """``(bits & 0x7FFFFF).bool().int()``, also ``!= 0``: the bits, and the nodes on the way."""
     integer = view.op(node)
-    if integer.name not in ("int", "cast") or dtype_of(node) is not torch.int32:
+    if integer.name != "cast" or dtype_of(node) is not torch.int32:
         return None
     truth = view.op(integer.input)
-    is_truth = truth.name == "bool" or (truth.name == "ne" and truth.get("other") == 0)
-    mask = view.op(truth.input) if is_truth or _is_cast_to_bool(truth) else None
+    is_truth = _is_cast_to_bool(truth) or (truth.name == "ne" and truth.get("other") == 0)
+    mask = view.op(truth.input) if is_truth else None
     if mask is None or mask.name != "and" or mask.get("other") != _MANTISSA_MASK:
         return None
     return mask.input, (integer.node, truth.node, mask.node)
