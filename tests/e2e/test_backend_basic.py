@@ -126,6 +126,7 @@ print(sorted(name for name in new if name.startswith(("transformers", "torch._in
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
 
 
+@pytest.mark.field_case("F16")
 @pytest.mark.parametrize("mode", [None, "default", "reduce-overhead", "max-autotune-no-cudagraphs"])
 def test_modes_reach_inductor(inductor: FakeInductor, mode: str | None) -> None:
     torch.compile(make_site(), backend="gdn_rocm", mode=mode)(*make_inputs())

@@ -26,6 +26,7 @@ def assert_fused_by(kernel: str) -> None:
     assert [(site.status, site.kernel, site.device) for site in report.sites] == [("fused", kernel, "cuda")]
 
 
+@pytest.mark.field_case("F32")
 @pytest.mark.parametrize("mode", [None, "reduce-overhead", "max-autotune-no-cudagraphs"])
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_every_mode_and_token_count(mode: str | None, dynamic: bool | None) -> None:

@@ -114,6 +114,7 @@ def test_mode_and_options_together_are_refused() -> None:
         resolve_settings("reduce-overhead", {"gdn.report": "off"}, environ={})
 
 
+@pytest.mark.field_case("F16")
 @pytest.mark.parametrize(
     ("options", "cause"),
     [

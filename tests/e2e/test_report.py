@@ -188,12 +188,14 @@ def test_gradients_are_the_first_thing_said(capfd: pytest.CaptureFixture[str]) -
     assert report.notes[0] in capfd.readouterr().err.splitlines()[1]
 
 
+@pytest.mark.field_case("F30")
 def test_no_sites_is_said_with_the_reason(capfd: pytest.CaptureFixture[str]) -> None:
     report = capture(torch.nn.Linear(4, 4), torch.ones(2, 4))
     show(report, "summary")
     assert "0 sites: no FP8 quantisation behind a gated norm was found" in capfd.readouterr().err
 
 
+@pytest.mark.field_case("F30")
 def test_a_gated_norm_without_quantisation_is_a_note() -> None:
     report = capture(GatedNorm(), *make_inputs())
     assert report.sites == ()

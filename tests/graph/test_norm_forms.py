@@ -94,6 +94,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.mark.field_case("F18")
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_spelling(name: str) -> None:
     keeps = ("rsqrt", "mean") if name == "the norm is also the gate" else ()

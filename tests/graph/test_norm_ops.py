@@ -156,6 +156,7 @@ def test_a_gated_norm_that_is_quantised_is_not_noted() -> None:
         assert _notes(Gated(norm)) == ([], 1)
 
 
+@pytest.mark.field_case("F30")
 def test_an_opaque_gated_norm_is_noted() -> None:
     notes, anchors = _notes(Gated(REFUSED["an opaque gated norm"][0], quantised=False))
     assert anchors == 0

@@ -79,6 +79,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+@pytest.mark.field_case("F34")
 def test_a_changed_implementation_is_compiled_anew(machine: Machine) -> None:
     first = machine.run()
     assert (first["fused"], first["alone"]) == (0.5, 0.5)
@@ -95,6 +96,7 @@ def test_a_changed_implementation_is_compiled_anew(machine: Machine) -> None:
     assert (changed["fused"], changed["alone"]) == (1.0, 1.0), "the body that was compiled before was served"
 
 
+@pytest.mark.field_case("F34")
 @pytest.mark.slow
 def test_another_formula_and_another_kernel_are_compiled_anew(machine: Machine) -> None:
     machine.run()

@@ -115,6 +115,7 @@ class TestAiter:
         os.environ.pop("AITER_ASM_DIR", None)
         logging.getLogger("aiter").handlers.clear()
 
+    @pytest.mark.field_case("F24")
     @pytest.mark.parametrize(
         ("error", "reason"),
         [
@@ -155,11 +156,13 @@ class TestAiter:
         assert str(tmp_path / "aiter" / "jit") not in sys.path
         del sys.modules["bystander"]
 
+    @pytest.mark.field_case("F23")
     def test_function_is_missing(self, tmp_path: Path) -> None:
         write_stub(tmp_path, {"ops/triton/quant.py": ""})
         missing = "aiter 0.0.stub has no fused_rms_gated_fp8_group_quant in aiter.ops.triton.quant"
         assert environment.gdn_triton_kernels_status() == (False, missing)
 
+    @pytest.mark.field_case("F23")
     def test_module_moved(self, tmp_path: Path) -> None:
         write_stub(tmp_path, {"ops/triton/quantisation.py": QUANT})
         available, reason = environment.gdn_triton_kernels_status()
@@ -226,6 +229,7 @@ class TestRealWheel:
         importlib.util.find_spec("aiter") is None, reason="amd-aiter is not installed (the aiter extra)"
     )
 
+    @pytest.mark.field_case("F24")
     def test_import_fails_and_leaves_nothing(self, tmp_path: Path) -> None:
         if torch.version.hip is not None:
             pytest.skip("on ROCm it may import")
@@ -234,6 +238,7 @@ class TestRealWheel:
         assert "importing aiter.ops.triton.quant raised" in result["quant"][1]
         assert [key for key in result["changed"] if key != "path"] == []
 
+    @pytest.mark.field_case("F23")
     def test_the_fused_op_is_truly_absent(self) -> None:
         code = """
             import importlib.util, pathlib, sys, types

@@ -97,6 +97,7 @@ class TestEager:
         codes, scales = gated_rmsnorm_fp8_quant(x, gate, weight, 1e-6, roundings=QWEN)
         assert_exact(codes, scales, *expected(SPEC, x, projection, weight), torch.bfloat16)
 
+    @pytest.mark.field_case("F25")
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
     def test_runs_on_the_device_of_its_tensors(self) -> None:
         inputs = make_inputs(7, "cuda:1")

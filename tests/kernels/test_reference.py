@@ -241,6 +241,7 @@ class TestQuantise:
         assert scales.item() == torch.tensor(1.0 / (448.0 * 512.0)).item()
         assert not codes.view(torch.uint8).any()
 
+    @pytest.mark.field_case("F28")
     def test_fnuz_has_no_negative_zero(self) -> None:
         y = torch.tensor([[-0.0, -1e-9, 1.0, -240.0]]).repeat(1, 32)
         codes, _ = quantise(y, 128, QuantSpec(), torch.float8_e4m3fnuz)
