@@ -62,7 +62,7 @@ class SiteChecker:
                 if user in known or self._needs_no_data(user):
                     continue
                 actual = "the graph's output" if user.op == "output" else f"{user.name}"
-                advice = "return or use the value behind the quantisation instead, or keep a copy of the inputs"
+                advice = "let its other reader use codes and scales, or compute the value for that reader once more"
                 return Miss("safety", Reason.SHARED_INTERMEDIATE, node, "readers inside the site only", actual, advice)
         return None
 

@@ -33,24 +33,29 @@ class FakeKernel:
         )
 
 
-def _launch_in_place_of_the_op(graph: torch.fx.Graph, kernel: FakeKernel) -> None:
-    """Dynamo traces a launch only where Triton has a driver, so the launch is put where another op wrote."""
+def insert_launch(before: torch.fx.Node, kernel: FakeKernel, operands: dict[str, Any]) -> None:
+    """Puts a launch of ``kernel`` into the graph, in front of ``before``."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
     kernel_side_table.reset_table()
-    operation = find_node(graph, "_C::per_token_group_fp8_quant")
-    x, codes, scales = operation.args[:3]
-    with graph.inserting_before(operation):
-        graph.call_function(
+    with before.graph.inserting_before(before):
+        before.graph.call_function(
             triton_kernel_wrapper_mutation,
             kwargs={
                 "kernel_idx": kernel_side_table.add_kernel(kernel),
                 "constant_args_idx": kernel_side_table.add_constant_args({"BLOCK_SIZE": 128}),
                 "grid": [(12, 1, 1)],
                 "tma_descriptor_metadata": {},
-                "kwargs": {"x_ptr": x, "y_ptr": codes, "s_ptr": scales},
+                "kwargs": operands,
             },
         )
+
+
+def _launch_in_place_of_the_op(graph: torch.fx.Graph, kernel: FakeKernel) -> None:
+    """Dynamo traces a launch only where Triton has a driver, so the launch is put where another op wrote."""
+    operation = find_node(graph, "_C::per_token_group_fp8_quant")
+    x, codes, scales = operation.args[:3]
+    insert_launch(operation, kernel, {"x_ptr": x, "y_ptr": codes, "s_ptr": scales})
     graph.erase_node(operation)
 
 
