@@ -63,8 +63,8 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 _KEYWORDS = {"self": "input", "axis": "dim", "keepdims": "keepdim", "a": "input", "b": "other", "src": "value"}
 
-_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "short", "char", "byte", "bool",
-          "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"}  # fmt: skip
+_CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "short", "char", "byte",
+          "bool", "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"}  # fmt: skip
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "t", "movedim", "mT", "T", "adjoint", "mH"}
 #: Operations whose result is a tensor that nobody else has.

@@ -43,8 +43,8 @@ def fold_reshapes(graph: Graph) -> int:
         if _is_no_op(effects, chain[-1], node):
             node.replace_all_uses_with(chain[-1])
             passed_over += [node, *chain[:-1]]
-        elif len(chain) > 1 and _rebind(view, effects, node, chain[-1], chain[:-1]):
-            passed_over.extend(chain[:-1])
+        elif (over := _rebind(view, effects, node, chain)) is not None:
+            passed_over += over
         else:
             continue
         folded += 1
@@ -89,15 +89,19 @@ def _chain(view: GraphView, node: Node) -> list[Node]:
     return chain
 
 
-def _rebind(view: GraphView, effects: Effects, node: Node, base: Node, passed_over: list[Node]) -> bool:
+def _rebind(view: GraphView, effects: Effects, node: Node, chain: list[Node]) -> list[Node] | None:
+    """Makes ``node`` a reshape of the highest value of ``chain`` that it can be; returns the values passed over."""
     sizes = _reshape_sizes(shape_of(node))
-    if sizes is None or not _indistinguishable(effects, base, node):
-        return False
-    node.meta[_PASSED] = passed_shapes(node) + tuple(shape_of(passed) for passed in passed_over)
-    node.op, node.target = "call_method", "reshape"
-    node.args, node.kwargs = (base, *sizes), {}
-    view.forget(node)
-    return True
+    own_memory = [index for index, value in enumerate(chain) if storage_of(value) == storage_of(node)]
+    for top in dict.fromkeys((len(chain) - 1, *own_memory[-1:])):
+        over = chain[:top]
+        if sizes is not None and over and _indistinguishable(effects, chain[top], node, over):
+            node.meta[_PASSED] = passed_shapes(node) + tuple(shape_of(passed) for passed in over)
+            node.op, node.target = "call_method", "reshape"
+            node.args, node.kwargs = (chain[top], *sizes), {}
+            view.forget(node)
+            return over
+    return None
 
 
 def _reshape_sizes(shape: tuple[Size, ...]) -> tuple[int, ...] | None:
@@ -108,12 +112,14 @@ def _reshape_sizes(shape: tuple[Size, ...]) -> tuple[int, ...] | None:
     return tuple(-1 if size is None else size for size in static)
 
 
-def _indistinguishable(effects: Effects, base: Node, node: Node) -> bool:
+def _indistinguishable(effects: Effects, base: Node, node: Node, passed_over: list[Node]) -> bool:
     """True where ``base.reshape(shape of node)`` is ``node`` in strides and in whom it shares memory with."""
     if effects.is_written(base) or effects.is_written(node):
         return False
     if storage_of(base) == storage_of(node):
         return True  # a chain of views: its strides follow from shape and base alone
+    if any(len(passed.users) > 1 for passed in passed_over):
+        return False  # another reader shares the copy with ``node``
     source, result = tensor_of(base), tensor_of(node)
     assert source is not None
     assert result is not None
