@@ -3,7 +3,6 @@
 ``torch.fx`` records calls as they are spelt, which is what Dynamo's graph holds too, and the values come from running
 the graph on meta tensors (on fake ones where sizes are symbolic) that share memory as the real inputs do. That is
 some thirty times faster than Dynamo.
-``test_generated.py`` captures a sample of its programs both ways and demands equal findings.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ def trace(
             own in front of the inputs, as in Dynamo's graph, so that the module is called as ``gm(*symbols, *inputs)``.
     """
     dynamic_dims = dynamic_dims or {}
+    mode: Any
     if dynamic_dims:
         mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         fakes = [_fake(mode, value, index, dynamic_dims.get(index, ())) for index, value in enumerate(inputs)]
@@ -86,12 +86,12 @@ def _fake(mode: FakeTensorMode, value: Any, index: int, dims: tuple[int, ...]) -
     if not isinstance(value, torch.Tensor):
         return value
     sizes = [DimDynamic.DYNAMIC if dim in dims else DimDynamic.STATIC for dim in range(value.dim())]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(value, symbolic_context=context, source=ConstantSource(f"input_{index}"))
 
 
 def _symbols(fakes: Sequence[Any]) -> dict[str, torch.SymInt]:
-    sizes = [size for fake in fakes if isinstance(fake, torch.Tensor) for size in fake.shape]
+    sizes: list[Any] = [size for fake in fakes if isinstance(fake, torch.Tensor) for size in fake.shape]
     return {str(size): size for size in sizes if isinstance(size, torch.SymInt)}
 
 

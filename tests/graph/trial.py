@@ -13,7 +13,7 @@ from tests.graph.harness import Passes, same_bytes, strides_of
 from tests.graph.programs import Program
 from tests.graph.tracing import symbol_values, trace
 
-DYNAMIC_TOKENS = {0: (0,), 1: (0,)}  # of x and z
+DYNAMIC_TOKENS: dict[int, tuple[int, ...]] = {0: (0,), 1: (0,)}  # of x and z
 
 
 @dataclass(frozen=True)
