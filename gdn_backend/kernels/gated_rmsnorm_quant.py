@@ -22,6 +22,8 @@ Size = int | torch.SymInt
 SCALE_SLOTS, FACTOR_SLOTS = 5, 2
 LARGEST_TILE = 16384
 SMALLEST_PIECE = 16
+#: Norms whose squares are added in the order of PyTorch's reduction kernel.
+SUMMED_AS_EAGER = 128
 #: From here on divisions by a factor need no care for subnormal numbers, and magnitudes below 2^-118 give zero codes.
 SMALLEST_FACTOR = 2.0**-90
 #: Beyond these magnitudes the cast of eager gives NaN: the FP8 maximum and half a step.
@@ -161,6 +163,8 @@ def supports(spec: FusedSpec, operands: Operands) -> str | None:
         )
     if geometry.pieces * geometry.piece > LARGEST_TILE:
         return f"{geometry.unit} values have to be held at once; at most {LARGEST_TILE} fit"
+    if spec.shows_summation_order and spec.norm_size != SUMMED_AS_EAGER:
+        return f"norms of {spec.norm_size} are not summed in eager's order, and in fp32 no rounding hides that"
     quant = spec.quant.resolve(spec.torch_fp8_dtype)
     for name, steps, slots in (
         ("scale", quant.scale_steps or (), SCALE_SLOTS),

@@ -143,8 +143,11 @@ def _machine_check_triton() -> str | None:
 
 def _remark(kernel: str, spec: FusedSpec, operands: Operands) -> str:
     """What the report should say about a kernel that serves a site."""
-    if kernel == "reference" and operands.device.type == "cpu" and not environment.inductor_rounds_on_cpu():
-        return f"not fused further by Inductor, which in torch {torch.__version__} skips roundings on the CPU"
+    if kernel == "reference" and operands.device.type == "cpu":
+        if not environment.inductor_rounds_on_cpu():
+            return f"not fused further by Inductor, which in torch {torch.__version__} skips roundings on the CPU"
+        if spec.shows_summation_order:
+            return "not fused further by Inductor, whose order of summation nothing hides in fp32"
     if kernel != "aiter":
         return ""
     from gdn_backend.kernels import aiter

@@ -173,6 +173,12 @@ class FusedSpec:
         """The dtype that the value at ``point`` is rounded to, or None where it stays fp32."""
         return rounding_dtype(self.roundings, point)
 
+    @property
+    def shows_summation_order(self) -> bool:
+        """True where the last bit of a sum of squares reaches the scales: nothing is rounded away behind it."""
+        is_fp32 = all(self.rounding(point) in (None, torch.float32) for point in ("norm", "weight", "bias", "output"))
+        return is_fp32 and not any(step[0] in ("round", *UE8M0_STEPS) for step in self.quant.scale_steps or ())
+
     def encode(self) -> str:
         """A canonical string: equal specs give equal strings. :meth:`decode` reads it."""
         return json.dumps(dataclasses.asdict(self), separators=(",", ":"))

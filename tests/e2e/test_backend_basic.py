@@ -83,6 +83,17 @@ def test_fuses_and_equals_eager() -> None:
     assert (report.num_fused, report.num_missed) == (1, 0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_other_dtypes_equal_eager(dtype: torch.dtype) -> None:
+    """fp32 shows every order of summation, and has to be eager's all the same."""
+    model, inputs = make_site(dtype=dtype), make_inputs(40, dtype)
+    compiled = torch.compile(model, backend="gdn_rocm")
+    assert_exact(*compiled(*inputs), *model(*inputs), input_dtype=dtype)
+    report = gdn_backend.last_report()
+    assert report is not None
+    assert report.num_fused == 1
+
+
 def test_where_inductor_cannot_round_the_op_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch 2.11 is on the CPU; with nothing asked of it, Inductor would skip roundings here too."""
     monkeypatch.setattr("gdn_backend.environment.inductor_rounds_on_cpu", lambda: False)

@@ -9,16 +9,18 @@ import collections
 import random
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import gdn_backend
 from tests.graph.changes import changed
+from tests.graph.harness import Passes
 from tests.graph.programs import Pick, equivalent
 from tests.graph.trial import Trial, compare_compiled, try_program
 
 PROGRAMS = 800  # of each kind
-COMPILED = (2, 5, 12)  # seeds: a gate before the norm and one behind it, plain torch and an op
+COMPILED = [seed for seed in range(20) if equivalent(random.Random(seed).choice).tokens][2:6]
 
 budget = settings(
     max_examples=PROGRAMS,
@@ -79,9 +81,24 @@ def test_changed_programs_are_eagers(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize("seed", COMPILED)
 def test_a_sample_through_inductor(seed: int) -> None:
     program = equivalent(random.Random(seed).choice)
-    assert program.tokens > 0
     fault = compare_compiled(program)
     assert not fault, f"{fault}\n{program.describe()}"
     report = gdn_backend.last_report()
     assert report is not None
     assert (report.num_fused, report.num_missed) == (1, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_quick_trace_shows_what_dynamo_does(seed: int) -> None:
+    """The programs above are traced without Dynamo; here its own graphs have to lead to the same findings."""
+    pick = random.Random(seed).choice
+    program = equivalent(pick)
+    program = changed(program, pick) if seed % 2 else program
+    program.dynamic = False
+    quick = try_program(program, must_fuse=False)
+    if not quick.valid:
+        pytest.skip("eager does not run it")
+    passes = Passes(frozenset({64, 128}))
+    with torch.no_grad():
+        torch.compile(program.__call__, backend=passes.backend, fullgraph=True, dynamic=False)(*program.make_inputs())
+    assert (len(passes.matches), tuple(miss.reason.name for miss in passes.misses)) == (quick.fused, quick.reasons)

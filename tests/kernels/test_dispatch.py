@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from gdn_backend.ops.dispatch import (
 )
 from gdn_backend.ops.spec import FusedSpec, QuantSpec
 
-SPEC = FusedSpec(4096, 128, 128, 128, roundings=("norm:bfloat16", "weight:bfloat16", "output:bfloat16"))
+QWEN = ("norm:bfloat16", "weight:bfloat16", "output:bfloat16")
+SPEC = FusedSpec(4096, 128, 128, 128, roundings=QWEN)
 UE8M0 = QuantSpec((("div", 448.0), ("exp2_ceil_log2",), ("max", 1e-9)), clamp=448.0)
 FP32_UE8M0 = dataclasses.replace(SPEC, roundings=(), quant=UE8M0)
 CPU = Operands(torch.device("cpu"), torch.bfloat16, torch.bfloat16, torch.bfloat16, strided=())
@@ -81,6 +83,26 @@ class TestAuto:
     def test_no_kernel_takes_other_dtypes(self, name: str) -> None:
         refusal = choose_kernel(SPEC, dataclasses.replace(CPU, **{name: torch.float64}))
         assert refusal == Refusal("auto", f"{name} is float64; kernels take bfloat16, float16 and float32")
+
+    @pytest.mark.parametrize(
+        ("change", "is_taken"),
+        [
+            ({"norm_size": 256}, False),
+            ({"norm_size": 128}, True),  # summed in eager's order
+            ({"norm_size": 256, "roundings": ("output:bfloat16",)}, True),
+            ({"norm_size": 256, "quant": UE8M0}, True),
+        ],
+    )
+    def test_orders_of_summation_that_show(self, nvidia: None, change: dict[str, Any], is_taken: bool) -> None:
+        spec = dataclasses.replace(SPEC, **{"roundings": (), **change})
+        choice = choose_kernel(spec, GPU)
+        assert isinstance(choice, Choice) is is_taken
+        assert ("not summed in eager's order" in choice.reason) is not is_taken
+
+    def test_orders_of_summation_on_the_cpu(self, nvidia: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(environment, "inductor_rounds_on_cpu", lambda: True)
+        reasons = [choose_kernel(dataclasses.replace(SPEC, roundings=points), CPU).reason for points in ((), QWEN)]
+        assert ["order of summation" in reason for reason in reasons] == [True, False]
 
 
 class TestByName:
