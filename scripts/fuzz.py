@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import itertools
 import json
 import platform
 import random
@@ -94,9 +95,13 @@ def main() -> int:
     tallies = {kind: Tally() for kind in KINDS}
     faults: list[str] = []
     start = time.perf_counter()
-    for number in track(range(options.seed, options.seed + options.programs), description="programs"):
-        kind, program, trial = try_number(number)
-        tallies[kind].add(trial)
+    numbers = itertools.count(options.seed)
+    for _ in track(range(options.programs), description="programs"):
+        trial = Trial(0, (), "", valid=False)
+        while not trial.valid:  # a program that eager does not run counts for nothing
+            number = next(numbers)
+            kind, program, trial = try_number(number)
+            tallies[kind].add(trial)
         if trial.fault:
             faults.append(f"--only {number}: {trial.fault}")
             print(faults[-1], program.describe(), sep="\n", flush=True)
