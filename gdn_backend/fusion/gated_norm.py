@@ -177,17 +177,22 @@ def _find_normalised(view: GraphView, node: Node) -> _Normalised | None:
     """``[bias +] [weight *] (h * r)`` under ``node``, whose own casts belong to the last step."""
     top = peel(view, node)
     op = view.op(top.node)
-    if op.name == "add":
-        for left, right in _operand_orders(op):
-            vector = _find_vector(view, right, left, takes_offset=False)
-            inner = _find_normalised(view, left) if vector else None
-            if inner is not None and vector is not None and inner.bias is None:
-                return _extend(view, inner, top, left, vector, "bias")
-        return None
+    if op.name != "add":
+        return _find_weighted(view, top)
+    for left, right in _operand_orders(op):
+        vector = _find_vector(view, right, left, takes_offset=False)
+        inner = _find_weighted(view, peel(view, left)) if vector else None
+        if inner is not None and vector is not None:
+            return _extend(view, inner, top, left, vector, "bias")
+    return None
+
+
+def _find_weighted(view: GraphView, top: Peeled) -> _Normalised | None:
+    """``[weight *] (h * r)`` at ``top.node``."""
     core = _find_core(view, top)
     if core is not None:
         return core
-    for left, right in _factors(op):
+    for left, right in _factors(view.op(top.node)):
         vector = _find_vector(view, right, left)
         inner = _find_core(view, peel(view, left)) if vector else None
         if inner is not None and vector is not None and inner.weight is None:

@@ -18,8 +18,8 @@ pytest.importorskip("transformers")
 
 from gdn_backend.huggingface.layers import LAYER_FORMS, build_layer, is_available, new_layer_cache, run_layer
 
-#: A norm of 192 under groups of 128 that straddle heads; a sigmoid gate with one rounding; the gate before the norm.
-FAMILIES = ("olmo_hybrid", "kimi_linear", "mamba2")
+#: A norm of 192 under groups of 128 that straddle heads; the gate before the norm; a sigmoid gate with one rounding.
+FAMILIES = ("olmo_hybrid", "mamba2", "kimi_linear")
 BATCH, PREFILL_LENGTH = 2, 5
 
 
@@ -42,7 +42,7 @@ class WithNormInputs(nn.Module):
         return (codes, scales, *self.seen)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES[:2], pytest.param(FAMILIES[2], marks=pytest.mark.slow)])
 def test_compiled_layer_is_exact(name: str) -> None:
     form = next(form for form in LAYER_FORMS if form.name == name)
     if not is_available(form):

@@ -63,3 +63,18 @@ def test_work_is_linear_in_the_nodes(sites: int) -> None:
     assert (large.num_fused, large.num_missed) == (10 * sites, 0)
     growth = (large_calls / large.num_nodes) / (small_calls / small.num_nodes)
     assert growth < 1.1, f"{growth:.2f} times the calls for each node"
+
+
+def test_a_long_sum_is_no_norm_and_no_recursion() -> None:
+    def model(x: Any, z: Any, w: Any) -> Any:
+        total = x.float()
+        for _ in range(1500):
+            total = total + w
+        y = (total * torch.sigmoid(z.float())).view(-1, 4, 128)
+        scale = (y.abs().amax(-1, keepdim=True) / 448.0).clamp(min=1e-6)
+        return (y / scale).to(torch.float8_e4m3fn), scale
+
+    gm = trace(model, (*make_inputs(), make_weight()))
+    report = report_graph(gm, Settings(), 0)
+    assert (report.num_fused, report.num_missed) == (0, 0)
+    assert not any("failed" in note for note in report.notes)
