@@ -112,7 +112,9 @@ class SiteChecker:
         for writer in sorted(members, key=position.__getitem__):
             for written in written_operands(writer):
                 for node in self._effects.sharing(written):
-                    if position[node] < position[writer] and node not in members:
+                    if position[node] >= position[writer]:
+                        break
+                    if node not in members:
                         return _mutation(writer, f"{node.name}, which is seen outside the site, not written to")
         return None
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,8 +169,9 @@ class GraphView:
         self.position: dict[Node, int] = {node: index for index, node in enumerate(self.nodes)}
         self._ops: dict[Node, CanonicalOp] = {}
         self._root: dict[Node, Node] = {}  # in-place result -> the node that made the tensor
-        self._versions: dict[Node, list[tuple[int, Node]]] = {}  # root -> the in-place results on it, in order
-        for index, node in enumerate(self.nodes):
+        self._versions: dict[Node, list[Node]] = {}  # root -> the in-place results on it, in order
+        self._readers: dict[Node, list[Node]] | None = None
+        for node in self.nodes:
             written = overwritten_operand(node)
             if written is not None:
                 root = self._root.get(written, written)
@@ -178,7 +179,7 @@ class GraphView:
                 if tensor_of(node) is None:
                     node.meta["example_value"] = tensor_of(written)
                 self._root[node] = root
-                self._versions.setdefault(root, []).append((index, node))
+                self._versions.setdefault(root, []).append(node)
 
     def op(self, node: Node) -> CanonicalOp:
         """The canonical operation of ``node``."""
@@ -194,14 +195,16 @@ class GraphView:
     def family(self, node: Node) -> tuple[Node, ...]:
         """The node that made the tensor ``node`` holds, and every in-place result on it, in program order."""
         root = self._root.get(node, node)
-        return (root, *(version for _, version in self._versions.get(root, ())))
+        return (root, *self._versions.get(root, ()))
 
-    def readers(self, node: Node) -> Iterator[Node]:
+    def readers(self, node: Node) -> Sequence[Node]:
         """The users that see the value of ``node``: an in-place result is also read through the tensor it overwrote."""
-        for member in self.family(node):
-            for user in member.users:
-                if self.current(member, user) is node:
-                    yield user
+        if self._readers is None:  # all at once: a tensor that every layer writes to has a family as long as the graph
+            self._readers = {}
+            for user in self.nodes:
+                for value in dict.fromkeys(self.current(operand, user) for operand in user.all_input_nodes):
+                    self._readers.setdefault(value, []).append(user)
+        return self._readers.get(node, ())
 
     def current(self, value: Any, reader: Node) -> Any:
         """The node that gave ``value``, a node, the contents that ``reader`` sees; numbers come back as they are."""
@@ -211,8 +214,8 @@ class GraphView:
         versions = self._versions.get(root)
         if not versions:
             return value
-        index = bisect_left(versions, self.position[reader], key=lambda entry: entry[0])
-        return versions[index - 1][1] if index else root
+        index = bisect_left(versions, self.position[reader], key=self.position.__getitem__)
+        return versions[index - 1] if index else root
 
 
 def overwritten_operand(node: Node) -> Node | None:

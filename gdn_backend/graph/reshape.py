@@ -25,6 +25,7 @@ from gdn_backend.graph.effects import Effects, storage_of
 from gdn_backend.graph.shapes import Size, same_shape, same_size, shape_of, static_int, tensor_of
 
 _PASSED = "gdn_backend_passed_shapes"
+_LONGEST_CHAIN = 64  # a longer one is folded piece by piece
 
 
 def fold_reshapes(graph: Graph) -> int:
@@ -84,7 +85,7 @@ def _is_no_op(effects: Effects, base: Node, node: Node) -> bool:
 def _chain(view: GraphView, node: Node) -> list[Node]:
     """The values above a reshape: the reshapes it goes through, nearest first, and their base last."""
     chain = [view.op(node).input]
-    while _is_reshape(view, chain[-1]):
+    while len(chain) < _LONGEST_CHAIN and _is_reshape(view, chain[-1]):
         chain.append(view.op(chain[-1]).input)
     return chain
 

@@ -136,19 +136,25 @@ def shape_arguments(graph: Graph, shape: tuple[Size, ...]) -> list[Any]:
     static = [static_int(size) for size in shape]
     if static.count(None) == 1 and 0 not in static:
         return [-1 if size is None else size for size in static]
-    symbols = _symbol_nodes(graph) if None in static else {}
+    expressions = [size.node.expr for size in shape if isinstance(size, torch.SymInt)]
+    symbols = _symbol_nodes(graph, {symbol for expression in expressions for symbol in expression.free_symbols})
     return [
         _size_node(graph, original, symbols) if size is None else size
         for original, size in zip(shape, static, strict=True)
     ]
 
 
-def _symbol_nodes(graph: Graph) -> dict[sympy.Symbol, Node]:
-    """The node that holds each symbol: Dynamo passes every size symbol of the inputs as a placeholder of its own."""
+def _symbol_nodes(graph: Graph, symbols: set[sympy.Symbol]) -> dict[sympy.Symbol, Node]:
+    """The first node that holds each of ``symbols``, where one does.
+
+    Dynamo passes every size symbol of the inputs as a placeholder of its own, so that the search ends early.
+    """
     found: dict[sympy.Symbol, Node] = {}
     for node in graph.nodes:
+        if len(found) == len(symbols):
+            break
         value = value_of(node)
-        if isinstance(value, torch.SymInt) and value.node.expr.is_symbol:
+        if isinstance(value, torch.SymInt) and value.node.expr in symbols:
             found.setdefault(value.node.expr, node)
     return found
 

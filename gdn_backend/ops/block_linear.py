@@ -6,6 +6,8 @@ run the Triton kernel of :mod:`gdn_backend.kernels.block_gemm` instead.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gdn_backend import environment
@@ -69,6 +71,24 @@ def block_scaled_linear_op(
         return output
     activations = dequantise_rows(codes, scales)
     return torch.nn.functional.linear(activations, dequantise_blocks(weight, weight_scales)).to(out_dtype)
+
+
+def _save_operands(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:4])
+
+
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Of codes and scales, as plain PyTorch on the dequantised factors has them; the weight is frozen."""
+    codes, scales, weight, weight_scales = ctx.saved_tensors
+    activations = grad.float() @ dequantise_blocks(weight, weight_scales)
+    pieces = activations.unflatten(-1, (scales.shape[-1], codes.shape[-1] // scales.shape[-1]))
+    of_codes = (pieces * scales.unsqueeze(-1)).flatten(-2).to(codes.dtype)
+    of_scales = (pieces * codes.float().view(pieces.shape)).sum(-1)
+    return of_codes, of_scales, None, None, None, None
+
+
+# Models are called without torch.no_grad() too, and torch.compile then traces the way back, wanted or not.
+block_scaled_linear_op.register_autograd(_gradients, setup_context=_save_operands)
 
 
 def has_block_gemm(device: torch.device, fp8_dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gdn_backend.huggingface.block_fp8 import QUANTISATIONS, BlockFP8Linear, quantise_linears, quantise_weight
-from gdn_backend.ops.block_linear import block_scaled_linear, has_block_gemm
+from gdn_backend.ops.block_linear import block_scaled_linear, dequantise_blocks, dequantise_rows, has_block_gemm
 
 FP8 = torch.float8_e4m3fn
 
@@ -74,6 +74,20 @@ def test_quantise_linears_says_what_it_left() -> None:
     assert quantise_linears(model) == ["odd", "router", "lm_head", "mlp.gate"]
     replaced = [path for path, module in model.named_modules() if isinstance(module, BlockFP8Linear)]
     assert replaced == ["proj", "mlp.gate_proj"]
+
+
+@pytest.mark.parametrize("num_scales", [1, 2])
+def test_gradients_are_those_of_the_dequantised_product(num_scales: int) -> None:
+    weight, weight_scales = quantise_weight(linear().weight.detach(), FP8)
+    codes = torch.randn(3, 256).to(FP8).requires_grad_()
+    scales = (torch.rand(3, num_scales) + 0.5).requires_grad_()
+    block_scaled_linear(codes, scales, weight, weight_scales, torch.float32).square().sum().backward()
+    plain_codes, plain_scales = codes.detach().requires_grad_(), scales.detach().requires_grad_()
+    activations = dequantise_rows(plain_codes, plain_scales)
+    nn.functional.linear(activations, dequantise_blocks(weight, weight_scales)).square().sum().backward()
+    assert codes.grad is not None and plain_codes.grad is not None
+    assert torch.equal(codes.grad.float(), plain_codes.grad.float())
+    torch.testing.assert_close(scales.grad, plain_scales.grad)
 
 
 def test_errors_say_what_was_wrong() -> None:

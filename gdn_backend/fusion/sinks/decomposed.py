@@ -30,6 +30,7 @@ _READS_SHAPE = frozenset(("size", "dim", "numel", "stride", "is_contiguous", "nd
 _SYMBOLIC_ADVICE = "torch.compile(dynamic=True) makes floats of modules and globals symbolic: write it as a literal"
 _STATIC_ADVICE = "the fused op computes its scales; use dynamic activation quantisation"
 _SEARCH_LIMIT = 64  # nodes looked at to tell a scale from the data from a scale that is given
+_LONGEST_CHAIN = 64  # nodes from amax to the factor
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def _read_scale(view: GraphView, factor: Node) -> _Chain | Miss | None:
     """The chain above a factor; a Miss where it comes from the data in an unknown way; None where it does not."""
     links: list[_Link] = []
     node = factor
-    while True:
+    while len(links) < _LONGEST_CHAIN:
         op = view.op(node)
         reduction = view.op(op.input) if op.name == "item" and op.get("index") == 0 else op
         if reduction.name in ("amax", "max_with_indices"):
@@ -164,17 +165,20 @@ def _read_scale(view: GraphView, factor: Node) -> _Chain | Miss | None:
             continue
         link = _read_link(op)
         if not isinstance(link, _Link):
-            if not _depends_on_magnitude(view, node):
-                return None
-            actual = link.actual if link is not None else op.name
-            miss = _formula_miss(node, "a scale made of known steps from amax", actual)
-            return (
-                replace(miss, actual=f"{actual} by a symbolic number", advice=_SYMBOLIC_ADVICE)
-                if _symbolic(op)
-                else miss
-            )
+            return _unreadable(view, op, link.actual if link is not None else op.name)
         links.append(link)
         node = op.input
+    return _unreadable(view, view.op(node), f"a scale made in more than {_LONGEST_CHAIN} steps")
+
+
+def _unreadable(view: GraphView, op: CanonicalOp, actual: str) -> Miss | None:
+    """What to say of a factor whose chain cannot be followed through ``op``; None where it is not from the data."""
+    if not _depends_on_magnitude(view, op.node):
+        return None
+    miss = _formula_miss(op.node, "a scale made of known steps from amax", actual)
+    if _symbolic(op):
+        return replace(miss, actual=f"{actual} by a symbolic number", advice=_SYMBOLIC_ADVICE)
+    return miss
 
 
 def _symbolic(op: CanonicalOp) -> bool:
@@ -301,9 +305,15 @@ def private_buffers(view: GraphView, trail: Iterable[Node]) -> Iterable[Node]:
     """
     for node in trail:
         target = overwritten_operand(node)
-        versions = view.family(target)[: view.family(target).index(node)] if target is not None else ()
-        if versions and view.op(versions[0]).name in CREATIONS:
-            yield from versions
+        family = view.family(target) if target is not None else ()
+        if not family or view.op(family[0]).name not in CREATIONS:
+            continue
+        following = node
+        for version in reversed(family[: family.index(node)]):
+            yield version
+            if any(reader is not following and not reads_only_shape(reader) for reader in view.readers(version)):
+                break  # seen outside, which is all that matters of what came before
+            following = version
 
 
 def _join(links: Iterable[_Link]) -> tuple[Step, ...]:
