@@ -57,7 +57,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "mean": _REDUCTION, "sum": _REDUCTION,
     "amax": ("input", "dim", "keepdim"), "max": ("input", "dim", "keepdim"),
     "clamp": ("input", "min", "max"), "clamp_min": ("input", "min"), "clamp_max": ("input", "max"),
-    "silu": ("input", "inplace"),
+    "silu": ("input", "inplace"), "dropout": ("input", "p", "training", "inplace"),
     "getitem": ("input", "index"), "setitem": ("input", "index", "value"), "copy": ("input", "value"),
     "rms_norm": ("input", "normalized_shape", "weight", "eps"),
 }  # fmt: skip
@@ -352,6 +352,11 @@ def _refine_cast(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
     return CanonicalOp(kind, node, {"input": args["input"]})
 
 
+def _refine_dropout(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
+    is_off = args.get("training", args.get("train", True)) is False
+    return CanonicalOp("identity", node, {"input": args["input"]}) if is_off else CanonicalOp(name, node, args)
+
+
 def _refine_view(node: Node, name: str, args: dict[str, Any]) -> CanonicalOp:
     rest = args.get("rest", ())
     if any(isinstance(value, torch.dtype) for value in (*rest, args.get("dtype"))):
@@ -411,5 +416,6 @@ _REFINEMENTS: dict[str, Callable[[Node, str, dict[str, Any]], CanonicalOp]] = {
     **dict.fromkeys(_RESHAPES, _refine_view),
     **dict.fromkeys(_PERMUTES, _refine_permute),
     "getitem": _refine_getitem,
+    "dropout": _refine_dropout,
     **dict.fromkeys(("setitem", "copy"), _refine_assign),
 }

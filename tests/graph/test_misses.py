@@ -379,6 +379,7 @@ NOT_ANCHORS: dict[str, Any] = {
     "an l2 norm": {"mean": lambda c: c.square.sum(-1, keepdim=True)},
     "a mean of something else": {"square": lambda c: c.x.float().sin().pow(2)},
     "codes of something else": {"data": lambda c: c.groups.float().sin()},
+    "a dropout": {"rows": lambda c: F.dropout(c.y, 0.1, True).reshape(-1, 512) * 0},
     "a residual added": {"rows": lambda c: (c.y + c.x).reshape(-1, 512)},
     "a mean of cubes": {"square": lambda c: c.h.pow(3)},
     "a root of the fourth power": {"root": lambda c: c.variance.pow(-0.25)},

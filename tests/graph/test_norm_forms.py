@@ -74,6 +74,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
         "weighted": lambda c: c.w.float() * c.narrow,
         "product": lambda c: c.weighted.mul_(c.activated),
     },
+    "nn.Dropout() in eval mode": {"y": lambda c: nn.Dropout(0.1).eval()(c.product.to(c.x.dtype))},
     "nn.SiLU()": {"activated": lambda c: nn.SiLU()(c.gate)},
     "aten.silu": {"activated": lambda c: torch.ops.aten.silu.default(c.gate)},
     "silu of a copy in place": {"activated": lambda c: F.silu(c.gate.clone(), inplace=True)},
