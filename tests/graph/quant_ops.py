@@ -153,3 +153,8 @@ def deepgemm_cast(x: torch.Tensor, ue8m0: bool = False, size: int = GROUP) -> tu
         scales = ceil_to_ue8m0(scales)
     codes = (groups * (1.0 / scales.unsqueeze(2))).to(FP8).view(rows, padded_width)[:, :width].contiguous()
     return codes, scales
+
+
+def packed(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """UE8M0 scales as DeepGEMM takes them on Blackwell: four exponents in an int32."""
+    return codes, (scales.view(torch.int32) >> 23).to(torch.uint8).view(torch.int32)

@@ -12,7 +12,7 @@ from gdn_backend.fusion.match import Reason
 from gdn_backend.fusion.sinks.act_quant import HUB_OP, read_formula
 from tests.graph import quant_ops
 from tests.graph.harness import Outcome, assert_fused, assert_missed, run, same_bytes
-from tests.graph.quant_ops import call_group_writer, call_token_writer, deepgemm_cast
+from tests.graph.quant_ops import call_group_writer, call_token_writer, deepgemm_cast, packed
 from tests.graph.sites import HIDDEN, ONE_ROUNDING, UNQUANTISED, make_inputs, site
 from tests.graph.triton_launch import ACT_QUANT_SOURCES, FakeKernel, run_launch
 
@@ -24,6 +24,7 @@ VLLM, HUB = torch.ops.vllm, torch.ops.finegrained_fp8_0a1b2c3
 FUSED: dict[str, tuple[Quantise, str]] = {
     "deepgemm": (deepgemm_cast, "decomposed"),
     "deepgemm, ue8m0 by bits": (lambda x: deepgemm_cast(x, ue8m0=True), "decomposed"),
+    "deepgemm, ue8m0 packed": (lambda x: packed(*deepgemm_cast(x, ue8m0=True)), "decomposed"),
     "vllm triton": (lambda x: VLLM.triton_per_token_group_quant_fp8(x, 128), "vllm::triton_per_token_group_quant_fp8"),
     "vllm triton, overload": (
         lambda x: VLLM.triton_per_token_group_quant_fp8.default(x, group_size=128),
