@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import gdn_backend
 from gdn_backend.fusion.match import Reason
 from tests.graph.harness import Outcome, assert_equals_eager, assert_fused, assert_missed, run
 from tests.graph.sites import BASE, FP8, GATE_FIRST, ONE_ROUNDING, Site, Values, make_inputs, make_weight, site
@@ -449,8 +450,6 @@ def test_f22_gradients_are_eagers() -> None:
         with torch._inductor.config.patch(emulate_precision_casts=True):
             wrap(model)(x.mul(1), z.mul(1)).backward()
         gradients.append((x.grad, z.grad))
-    import gdn_backend
-
     report = gdn_backend.last_report()
     assert report is not None
     assert [found.reason for found in report.sites] == ["REQUIRES_GRAD"]
