@@ -19,7 +19,7 @@ from tests.graph.harness import Passes
 from tests.graph.programs import Pick, equivalent
 from tests.graph.trial import Trial, compare_compiled, try_program
 
-PROGRAMS = 500  # of each kind
+PROGRAMS = 300  # of each kind
 COMPILED = [seed for seed in range(20) if equivalent(random.Random(seed).choice).tokens][2:6]
 
 budget = settings(
