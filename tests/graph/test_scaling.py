@@ -175,7 +175,7 @@ def test_work_is_linear_where_batch_and_sequence_are_dynamic() -> None:
 
         return model
 
-    inputs = (*(value.view(1, 3, 512) for value in make_inputs()), make_weight())
+    inputs = (*(value.view(2, 3, 512) for value in make_inputs(6)), make_weight())
     both = {0: (0, 1), 1: (0, 1)}
     (small, small_calls), (large, large_calls) = (measure(build(count), inputs, both) for count in (10, 80))
     assert (small.num_fused, large.num_fused) == (10, 80)
