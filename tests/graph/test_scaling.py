@@ -177,8 +177,9 @@ def test_work_is_linear_where_batch_and_sequence_are_dynamic() -> None:
 
     inputs = (*(value.view(2, 3, 512) for value in make_inputs(6)), make_weight())
     both = {0: (0, 1), 1: (0, 1)}
-    (small, small_calls), (large, large_calls) = (measure(build(count), inputs, both) for count in (10, 80))
-    assert (small.num_fused, large.num_fused) == (10, 80)
+    measure(build(10), inputs, both)  # the first symbols of a process fill caches
+    (small, small_calls), (large, large_calls) = (measure(build(count), inputs, both) for count in (20, 100))
+    assert (small.num_fused, large.num_fused) == (20, 100)
     assert large_calls < MAX_GROWTH * small_calls
 
 
