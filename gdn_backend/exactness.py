@@ -114,7 +114,7 @@ def measure_distance(
 def _compare_codes(codes: torch.Tensor, ref_codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Where only one side is NaN, the distance in steps of the grid, and where the bytes are the same."""
     nan, ref_nan = _is_nan(codes), _is_nan(ref_codes)
-    step = (_grid_position(codes) - _grid_position(ref_codes)).abs().masked_fill(nan | ref_nan, 0)
+    step = (grid_position(codes) - grid_position(ref_codes)).abs().masked_fill(nan | ref_nan, 0)
     same = (codes.view(torch.uint8) == ref_codes.view(torch.uint8)) | (nan & ref_nan)
     return nan ^ ref_nan, step, same
 
@@ -124,7 +124,7 @@ def _is_nan(codes: torch.Tensor) -> torch.Tensor:
     return raw == 0x80 if codes.dtype == torch.float8_e4m3fnuz else (raw & 0x7F) == 0x7F
 
 
-def _grid_position(codes: torch.Tensor) -> torch.Tensor:
+def grid_position(codes: torch.Tensor) -> torch.Tensor:
     """Codes as integers in the order of their values; neighbours are one apart, both zeros are 0."""
     raw = codes.view(torch.uint8).to(torch.int16)
     magnitude = raw & 0x7F
