@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from gdn_backend.environment import inductor_rounds_on_cpu
 from gdn_backend.graph.module import GraphCopy, copy_graphs, swap_in
 from gdn_backend.graph.reshape import fold_reshapes
-from gdn_backend.graph.rewrite import fuse_site
+from gdn_backend.graph.rewrite import fuse_sites
 from gdn_backend.ops.dispatch import check_requested
 from gdn_backend.options import Settings, resolve_settings, unknown_variables
 from gdn_backend.planning import Plan, plan_sites
@@ -104,8 +104,7 @@ def _fuse_copies(gm: GraphModule, settings: Settings, graph_id: int) -> tuple[Fu
     report = _report(graph_id, copies, plans, sum(folded) if settings.enabled else 0)
     with clock.time("rewrite"):
         for copy, plan in zip(copies, plans, strict=True):
-            for match, choice in plan.chosen:
-                fuse_site(copy.graph, match, choice.kernel)
+            fuse_sites(copy.graph, ((match, choice.kernel) for match, choice in plan.chosen))
             copy.graph.lint()
     is_changed = [settings.enabled and bool(plan.chosen or count) for plan, count in zip(plans, folded, strict=True)]
     changed = [copy for copy, is_new in zip(copies, is_changed, strict=True) if is_new]

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 
 from gdn_backend.fusion.match import GatedNorm, Miss, Quantisation, Reason
-from gdn_backend.fusion.sinks.decomposed import reads_only_shape
-from gdn_backend.graph.canonical import GraphView, overwritten_operand, spelled_name
+from gdn_backend.graph.canonical import GraphView, overwritten_operand, reads_only_shape, spelled_name
 from gdn_backend.graph.effects import Effects, written_operands
 from gdn_backend.graph.shapes import is_contiguous, is_transformed, same_size, shape_of, static_int, tensor_of
 from gdn_backend.ops.spec import DIVISION_STEPS, FP8_DTYPES, dtype_name

@@ -76,7 +76,6 @@ class Quantisation:
     path: tuple[Node, ...] = ()  # the data's way to the groups; their shapes show the width of a row
     interior: frozenset[Node] = field(repr=False, default_factory=frozenset)  # lost with the site
     dependents: frozenset[Node] = field(repr=False, default_factory=frozenset)  # follow from the scales: may stay
-    scale_family: tuple[Node, ...] = ()  # ``scales`` and the nodes whose tensor it overwrote in place
     writer: Node | None = None  # the op that fills codes and scales, where those are tensors made before it
 
     @property
@@ -131,6 +130,8 @@ class Match:
     replaced: tuple[
         Node, ...
     ]  # all nodes of the site in program order: its interior, what follows from it, its results
+    codes_names: tuple[Node, ...]  # the codes, and the nodes whose tensor they overwrote in place
+    scales_names: tuple[Node, ...]  # the same of the scales; empty where nobody has any
 
 
 @dataclass(frozen=True)

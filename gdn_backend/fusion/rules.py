@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import Graph, Node
@@ -22,7 +22,7 @@ from gdn_backend.fusion.sinks.unknown_op import find_unknown_op
 from gdn_backend.fusion.sinks.vllm_ops import find_vllm_op
 from gdn_backend.fusion.unquantised import describe_unquantised
 from gdn_backend.fusion.walk import peel
-from gdn_backend.graph.canonical import CREATIONS, GraphView, spelled_name
+from gdn_backend.graph.canonical import CREATIONS, GraphView, overwritten_operand, reads_only_shape, spelled_name
 from gdn_backend.graph.reshape import passed_shapes
 from gdn_backend.graph.shapes import same_size, shape_of, static_int, tensor_of
 from gdn_backend.ops.spec import FusedSpec
@@ -97,6 +97,8 @@ def _find_site(view: GraphView, checker: SiteChecker, node: Node, group_sizes: f
         quant = Miss("quant", Reason.STATIC_SCALE, candidate.anchor, expected, "a cast without a scale", advice)
     if isinstance(quant, Miss):
         return dataclasses.replace(quant, facts=_describe(candidate, norm, None, None))
+    members = norm.interior | quant.interior | quant.dependents | set(quant.results)
+    quant = dataclasses.replace(quant, interior=quant.interior | set(_private_buffers(view, members)))
     hidden_size = _row_width(norm, quant)
     facts = _describe(candidate, norm, quant, hidden_size)
     miss = norm.problem or _check_mapping(norm, quant, hidden_size, facts, group_sizes) or checker.check(norm, quant)
@@ -105,7 +107,32 @@ def _find_site(view: GraphView, checker: SiteChecker, node: Node, group_sizes: f
         return dataclasses.replace(miss, facts=facts)
     nodes = norm.interior | quant.interior | quant.dependents | set(quant.results)
     replaced = tuple(sorted(nodes, key=view.position.__getitem__))
-    return Match(norm, quant, _spec(norm, quant, hidden_size, facts), facts, replaced)
+    spec = _spec(norm, quant, hidden_size, facts)
+    return Match(norm, quant, spec, facts, replaced, _names(view, quant.codes), _names(view, quant.scales))
+
+
+def _private_buffers(view: GraphView, members: Iterable[Node]) -> Iterator[Node]:
+    """Fresh tensors that values of the site are written to (DeepGEMM pads so), and what filled them before.
+
+    They are part of the site: that nobody else reads them is for the checks to find.
+    """
+    for node in members:
+        target = overwritten_operand(node)
+        family = view.family(target) if target is not None else ()
+        if not family or view.op(family[0]).name not in CREATIONS:
+            continue
+        following = node
+        for version in reversed(family[: family.index(node)]):
+            yield version
+            if any(reader is not following and not reads_only_shape(reader) for reader in view.readers(version)):
+                break  # seen outside, which is all that matters of what came before
+            following = version
+
+
+def _names(view: GraphView, node: Node | None) -> tuple[Node, ...]:
+    """``node`` and the nodes whose tensor it overwrote in place: later readers may know it by any of these."""
+    family = view.family(node) if node is not None else ()
+    return family[: family.index(node) + 1] if node is not None else ()
 
 
 def _find_behind_rearrangement(view: GraphView, candidate: Candidate) -> Miss | None:

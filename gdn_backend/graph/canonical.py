@@ -72,6 +72,10 @@ CREATIONS = frozenset(
     ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros",
      "new_ones", "new_full", "empty_strided")
 )  # fmt: skip
+_READS_SHAPE = frozenset(
+    ("size", "dim", "numel", "stride", "is_contiguous", "ndimension", "element_size", "nelement", "shape", "empty_like",
+     "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones")
+)  # fmt: skip
 _POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}
 
 
@@ -120,6 +124,11 @@ def spelled_name(node: Node) -> str | None:
     if is_ours or _is_torch(target):
         return str(getattr(target, "__name__", target))
     return None
+
+
+def reads_only_shape(user: Node) -> bool:
+    """True for a user that looks at sizes, strides and dtype alone: it needs no data once the graph is traced."""
+    return spelled_name(user) in _READS_SHAPE
 
 
 def _is_torch(target: Any) -> bool:

@@ -37,6 +37,15 @@ class ShapeError(RuntimeError):
     """A symbolic size that no node of the graph can supply."""
 
 
+def fuse_sites(graph: Graph, chosen: Iterable[tuple[Match, str]]) -> None:
+    """Puts the fused op in the place of each match, with the kernel that was chosen for it; sites in program order.
+
+    The last one first: where a site reads what another one gave, its call is then there to be pointed at the new value.
+    """
+    for match, kernel in reversed(list(chosen)):
+        fuse_site(graph, match, kernel)
+
+
 def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
     """Replaces the codes and scales of ``match`` by one call of the fused op with ``kernel``; returns the call.
 
@@ -56,9 +65,9 @@ def fuse_site(graph: Graph, match: Match, kernel: str) -> Node:
         values = _describe(fused, match)
         codes = _result(graph, fused, 0, quant.codes, values)
         scales = _result(graph, fused, 1, quant.scales, values) if quant.scales is not None else []
-    _redirect((quant.codes,), codes[0], replaced)
+    _redirect(match.codes_names, codes[0], replaced)
     if quant.scales is not None:
-        _redirect(quant.scale_family, scales[0], replaced - quant.dependents)
+        _redirect(match.scales_names, scales[0], replaced - quant.dependents)
     erase_unused(graph, scales)
     # A scale that others read before it is written on in place is still written on, though nobody uses that result.
     writes_on = {node for node in quant.dependents if overwritten_operand(node) is not None}
@@ -78,9 +87,9 @@ def _as_vector(graph: Graph, node: Node | None) -> Node | None:
 
 
 def _redirect(nodes: Iterable[Node], replacement: Node, keep: Container[Node]) -> None:
-    """Lets every user of ``nodes`` but those in ``keep`` read ``replacement`` instead."""
+    """Lets every later user of ``nodes`` but those in ``keep`` read ``replacement`` instead."""
     for node in nodes:
-        node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in keep)
+        node.replace_all_uses_with(replacement, delete_user_cb=lambda user: user not in keep and replacement < user)
 
 
 def erase_unused(graph: Graph, nodes: Iterable[Node]) -> None:

@@ -198,7 +198,7 @@ def leave_ill_formed(graph: Graph, *_: Any) -> None:
     list(graph.nodes)[-2].append(first)
 
 
-@pytest.mark.parametrize("name", ["fold_reshapes", "fuse_site", "copy_graphs", "plan_sites"])
+@pytest.mark.parametrize("name", ["fold_reshapes", "fuse_sites", "copy_graphs", "plan_sites"])
 @pytest.mark.parametrize("damage", [fail_after_damage, leave_ill_formed])
 def test_a_failing_pass_leaves_the_graph(
     inductor: FakeInductor, monkeypatch: pytest.MonkeyPatch, name: str, damage: Callable[..., None]
@@ -219,7 +219,7 @@ def test_a_failing_pass_leaves_the_graph(
 
 
 def test_a_failing_pass_raises_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "fuse_site", fail_after_damage)
+    monkeypatch.setattr(backend, "fuse_sites", fail_after_damage)
     compiled = torch.compile(make_site(), backend="gdn_rocm", options={"gdn.strict": True})
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="lost my way"):
         compiled(*make_inputs())

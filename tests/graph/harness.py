@@ -22,7 +22,7 @@ from gdn_backend.fusion.rules import find_sites
 from gdn_backend.graph.canonical import qualified_op_name, spelled_name
 from gdn_backend.graph.module import copy_graphs, swap_in
 from gdn_backend.graph.reshape import fold_reshapes
-from gdn_backend.graph.rewrite import fuse_site
+from gdn_backend.graph.rewrite import fuse_sites
 from gdn_backend.graph.shapes import tensor_of
 
 FUSED_OP = "gdn_backend::gated_rmsnorm_fp8_quant"
@@ -52,8 +52,7 @@ class Passes:
             found = find_sites(item.graph, group_sizes=self.group_sizes)
             self.matches += found.matches
             self.misses += found.misses
-            for match in found.matches:
-                fuse_site(item.graph, match, "reference")
+            fuse_sites(item.graph, ((match, "reference") for match in found.matches))
             item.graph.lint()
         swap_in(copies)
         self.graphs += [item.module for item in copies]

@@ -20,13 +20,12 @@ from torch.fx import Node
 from gdn_backend.fusion.match import Candidate, Miss, Quantisation, Reason
 from gdn_backend.fusion.sinks.ue8m0 import read_power_of_two
 from gdn_backend.fusion.walk import LOW_PRECISION, UP_TO_FP32, Peeled, dtype_of, peel, peel_exact
-from gdn_backend.graph.canonical import CREATIONS, CanonicalOp, GraphView, overwritten_operand
+from gdn_backend.graph.canonical import CanonicalOp, GraphView, reads_only_shape
 from gdn_backend.graph.shapes import same_shape, shape_of, static_int, tensor_of, value_of
 from gdn_backend.ops.spec import QuantSpec, Step, dtype_name
 
 SINK = "decomposed"
 _ALL_FP8 = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_e4m3", "float8_e5m2")))
-_READS_SHAPE = frozenset(("size", "dim", "numel", "stride", "is_contiguous", "ndimension", "element_size", "nelement"))
 _SYMBOLIC_ADVICE = "torch.compile(dynamic=True) makes floats of modules and globals symbolic: write it as a literal"
 _STATIC_ADVICE = "the fused op computes its scales; use dynamic activation quantisation"
 _SEARCH_LIMIT = 64  # nodes looked at to tell a scale from the data from a scale that is given
@@ -270,13 +269,12 @@ def _quantisation(
     problem = cast.problem or _check_groups(chain, measured, value, data)
     if problem is not None:
         return problem
-    inner = {*cast.nodes, *value.trail, *measured.trail, *chain.nodes, *private_buffers(view, value.trail)}
+    inner = {*cast.nodes, *value.trail, *measured.trail, *chain.nodes}
     inner |= {node for link in chain.links for node in (link.node, *link.inside)}
     stored = _stored_link(view, chain.links, {*inner, codes})
     after = chain.links[stored + 1 :]
     dependents = {node for link in after for node in (link.node, *link.inside)}
     scales = chain.links[stored].node
-    family = view.family(scales)
     return Quantisation(
         sink=SINK,
         data=value.node,
@@ -294,26 +292,7 @@ def _quantisation(
         path=(chain.grouped, data, *value.trail, value.node),
         interior=frozenset(inner - dependents - {scales}),
         dependents=frozenset(dependents),
-        scale_family=family[: family.index(scales) + 1],
     )
-
-
-def private_buffers(view: GraphView, trail: Iterable[Node]) -> Iterable[Node]:
-    """Fresh tensors that the data passes through because it fills them (DeepGEMM pads so), and what filled them before.
-
-    They are part of the site: that nobody else reads them is for the checks to find.
-    """
-    for node in trail:
-        target = overwritten_operand(node)
-        family = view.family(target) if target is not None else ()
-        if not family or view.op(family[0]).name not in CREATIONS:
-            continue
-        following = node
-        for version in reversed(family[: family.index(node)]):
-            yield version
-            if any(reader is not following and not reads_only_shape(reader) for reader in view.readers(version)):
-                break  # seen outside, which is all that matters of what came before
-            following = version
 
 
 def _join(links: Iterable[_Link]) -> tuple[Step, ...]:
@@ -326,11 +305,6 @@ def _stored_link(view: GraphView, links: tuple[_Link, ...], inner: set[Node]) ->
         if any(user not in inner and not reads_only_shape(user) for user in view.readers(link.node)):
             return index
     return len(links) - 1
-
-
-def reads_only_shape(user: Node) -> bool:
-    """True for a user that looks at sizes and strides alone: it needs no data once the graph is traced."""
-    return user.op == "call_method" and user.target in _READS_SHAPE
 
 
 def _check_groups(chain: _Chain, measured: Peeled, value: Peeled, data: Node) -> Miss | None:

@@ -56,7 +56,6 @@ def candidate(view: GraphView, call: OpCall) -> Candidate | None:
         fp8_dtype=dtype_name(dtype_of(call.codes) or torch.float8_e4m3fn),
         path=(data, *value.trail, value.node),
         interior=frozenset({*value.trail, *call.buffers, call.anchor}),
-        scale_family=() if call.scales is None else (call.scales,),
         writer=call.anchor if call.is_writer else None,
     )
     return Candidate(call.anchor, call.sink, (data,), quantisation)
