@@ -94,6 +94,7 @@ def build_qwen3_next(
     """
     from transformers import AutoModelForCausalLM
 
+    _trace_what_eager_runs()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # The batched experts are one traceable op; the default loops over the experts that the router picked.
@@ -107,6 +108,18 @@ def build_qwen3_next(
     if quantisation is not None:
         quantise_linears(model, quantisation=quantisation)
     return model
+
+
+def _trace_what_eager_runs() -> None:
+    """Keep compiled models from the gated delta rule's detour for exports, 63 unrolled steps a layer.
+
+    In older versions Dynamo takes ``torch.compiler.is_exporting()`` for true (seen: 2.11 does, 2.13 does not). Eager
+    never goes there, and it takes Inductor minutes.
+    """
+    if torch.__version__ < "2.13":  # a TorchVersion, which compares as versions do
+        from transformers.models.qwen3_next import modeling_qwen3_next
+
+        modeling_qwen3_next.is_torchdynamo_exporting = lambda: False
 
 
 def new_cache(model: Any, max_tokens: int | None = None) -> Any:

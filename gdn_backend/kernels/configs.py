@@ -27,50 +27,51 @@ class LaunchConfig:
             "UNITS": self.units,
             "CHUNKS": self.chunks,
             "TILES": self.tiles,
-            # Threads that share a row: each holds 16 bytes of 16-bit values at a time, less where there are too few.
-            "LANES": max(1, width // max(1, min(8, values_per_thread))),
+            # Threads that share a row: each loads ACCESS values of it at a time, fewer where there are not so many.
+            "LANES": max(1, width // max(1, min(ACCESS, values_per_thread))),
             "num_warps": self.num_warps,
         }
 
 
 @dataclass(frozen=True)
 class Regime:
-    """How launches of up to ``most_values`` values are cut; widths and counts are wishes that small shapes bound."""
+    """How launches of up to ``most_values`` values are cut; these are wishes that small shapes bound."""
 
     most_values: float
     values_per_thread: int
-    width: int  # columns of a chunk
     num_warps: int
     tiles: int = 1
 
 
-#: Measured on an H200 (32 heads of 128; T is the token count there), microseconds of the best and of the next regime's.
+#: Measured on an H200 (32 heads of 128; T is the token count there) as times that of a copy of the same bytes.
 SM90 = (
     # T <= 8: latency counts. Four values a thread make the shortest program, and a warp then holds a row, whose maximum
-    # is one instruction: 1.36 at T=1, where 16 values a thread take 1.9.
-    Regime(2**15, 4, 128, 4),
-    # T <= 256: the same with fewer, larger programs to start: 1.48 against 1.55 at T=16, 2.2 at T=128.
-    Regime(2**20, 4, 128, 8),
+    # is one instruction: 1.17 at T=1, where 16 values a thread take half as much again.
+    Regime(2**15, 4, 4),
+    # T <= 256: the same with fewer, larger programs to start: 1.20 at T=16, 1.43 at T=128, best of 45 configurations.
+    Regime(2**20, 4, 8),
     # T = 512: instructions count, 30 a value with 16 of them in a thread, 43 with 4. One warp a program fills all
-    # multiprocessors evenly: 5.2 against 5.6.
-    Regime(2**21, 16, 64, 1),
+    # multiprocessors evenly: 1.18.
+    Regime(2**21, 16, 1),
     # Beyond: a second tile on its way while the first is computed, which one warp after the other does not achieve by
-    # itself: 42.8 against 48.7 at T=8192, 159 against 180 at T=32768. Chunks of 64 are whole 128-byte lines.
-    Regime(math.inf, 16, 64, 4, tiles=2),
+    # itself (1.05 at T=8192, without it 1.2). Programs of two warps end more evenly than those of four: 1.02 against
+    # 1.04 at T=65536, and nowhere slower.
+    Regime(math.inf, 16, 2, tiles=2),
 )
 #: Not measured. Waves of 64 lanes, 304 (gfx942) or 256 (gfx950) compute units, four waves a SIMD to hide latency; the
 #: listings show no spills and about 60 VGPRs for one tile of 16 values a lane.
 CDNA = (
-    Regime(2**18, 4, 128, 4),
-    Regime(2**21, 8, 128, 4),
-    Regime(math.inf, 16, 64, 4),
+    Regime(2**18, 4, 4),
+    Regime(2**21, 8, 4),
+    Regime(math.inf, 16, 4),
 )
 #: For token counts that are not known when the launch is compiled: nowhere best, nowhere more than a fifth off.
-ANY_COUNT = Regime(math.inf, 8, 128, 4)
+ANY_COUNT = Regime(math.inf, 8, 4)
 #: A unit of several pieces that is as large as this is a program of its own: its reductions cross warps anyway.
 LARGE_UNIT = 512
 MOST_WARPS = 16
-MOST_CHUNKS = 4
+#: Values that a thread loads at once, 16 bytes of 16-bit ones; it takes more as further chunks of its row.
+ACCESS = 8
 
 
 @dataclass(frozen=True)
@@ -112,5 +113,5 @@ def launch_config(
     while units_per_token % units:  # tiles that make up whole tokens need no masks
         units //= 2
     num_warps = min(MOST_WARPS, max(1, units * unit // threads_values))
-    chunks = min(MOST_CHUNKS, max(1, piece // regime.width))
+    chunks = min(max(1, regime.values_per_thread // ACCESS), max(1, piece // ACCESS))
     return LaunchConfig(units, chunks, num_warps, regime.tiles)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import operator
 import struct
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
 from gdn_backend.kernels.configs import Architecture, LaunchConfig, describe, launch_config
 from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel
 from gdn_backend.ops.dispatch import Operands
+from gdn_backend.ops.outputs import allocate_storage, view_scales
 from gdn_backend.ops.spec import DIVISION_STEPS, ROUNDING_POINTS, FusedSpec, Step, dtype_from_name, dtype_name
 
 Size = int | torch.SymInt
@@ -58,7 +60,7 @@ class _RowLayout:
 
 
 def _merged_dimensions(tensor: torch.Tensor) -> list[tuple[Size, Size]]:
-    """(size, stride) of the dimensions, innermost first; those that one stride can walk are one. Installs no guard."""
+    """(size, stride) of the dimensions, innermost first; those that one stride can walk are one."""
     merged: list[tuple[Size, Size]] = []
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if statically_known_true(size == 1):
@@ -71,23 +73,29 @@ def _merged_dimensions(tensor: torch.Tensor) -> list[tuple[Size, Size]]:
 
 
 def _row_layout(tensor: torch.Tensor, hidden_size: int) -> _RowLayout | None:
-    """How to address the rows of ``tensor`` in place; None where it takes a copy."""
+    """How to address the rows of ``tensor`` in place; None where it takes a copy.
+
+    Under ``torch.compile(dynamic=True)`` sizes inside a row may be symbolic too: a guard makes numbers of them.
+    """
     row: list[tuple[int, Size]] = []
     tokens: list[tuple[Size, Size]] = []
     rest = hidden_size
     dimensions = _merged_dimensions(tensor)
     if statically_known_true(tensor.numel() == 0):
         return _RowLayout(hidden_size)
-    for size, stride in dimensions:
+    for place, (size, stride) in enumerate(dimensions, start=1):
         if rest == 1:
             tokens.append((size, stride))
         elif isinstance(size, int) and rest % size == 0:
             row.append((size, stride))
             rest //= size
-        elif (size, stride) == dimensions[-1] or statically_known_true(size % rest == 0):
+        elif place == len(dimensions) or statically_known_true(size % rest == 0):
             row.append((rest, stride))
             tokens.append((size // rest, stride * rest))
             rest = 1
+        elif isinstance(size, torch.SymInt) and guard_or_false(rest % size == 0):  # type: ignore[operator]
+            row.append((operator.index(size), stride))
+            rest //= operator.index(size)
         else:
             return None
     if rest != 1 or len(row) > 2 or len(tokens) > 2 or not statically_known_true(row[0][1] == 1):
@@ -185,20 +193,22 @@ def launch(
     bias: torch.Tensor | None,
     eps: float,
     spec: FusedSpec,
-    codes: torch.Tensor,
-    scales: torch.Tensor,
-) -> None:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the kernel; to be called inside a ``torch.library.triton_op``.
 
     Args:
         x, gate: rows of ``spec.hidden_size`` in logical row-major order, any strides; read in place where two strides
             for the tokens and two for the row can walk them, from a copy elsewhere.
         weight, bias: ``[W]``, repeating along the row, or None.
-        codes: FP8 ``[T, hidden_size]``, contiguous; written.
-        scales: fp32 ``[T, num_groups]``, any strides; written.
+
+    Returns:
+        codes and scales as :func:`~gdn_backend.ops.outputs.allocate_outputs` describes them.
     """
+    codes, stored = allocate_storage(x, spec)
+    scales = view_scales(stored, codes.shape[0], spec)
     programs, arguments = plan(x, gate, weight, bias, eps, spec, codes, scales, describe(x.device))
-    torch.library.wrap_triton(gated_rmsnorm_quant_kernel)[(programs,)](**arguments)
+    torch.library.wrap_triton(gated_rmsnorm_quant_kernel)[(programs,)](**arguments | {"scales_ptr": stored})
+    return codes, scales
 
 
 def plan(
@@ -215,7 +225,10 @@ def plan(
 ) -> tuple[Size, dict[str, Any]]:
     """How many programs :func:`launch` starts on ``machine``, and with which arguments; the tensors may be fake.
 
-    ``config`` overrides the launch configuration.
+    Args:
+        codes, scales: what is written, as :func:`~gdn_backend.ops.outputs.allocate_outputs` makes them.
+        machine: what the kernel is compiled for.
+        config: overrides the launch configuration.
     """
     geometry = _Geometry.of(spec, 0 if weight is None else weight.numel(), 0 if bias is None else bias.numel())
     x, x_layout = _readable(x, spec.hidden_size, geometry.piece)

@@ -209,10 +209,7 @@ def _row_sums(values, ROWS: tl.constexpr):
     CHUNKS: tl.constexpr = values.shape[0] // ROWS
     WIDTH: tl.constexpr = values.shape[1]
     columns = tl.reduce(tl.reshape(values, [CHUNKS * ROWS, WIDTH // 4, 4]), 2, _sum)
-    if CHUNKS == 4:
-        columns = tl.reduce(tl.reshape(columns, [2, 2, ROWS, WIDTH // 4]), 0, _sum)
-        columns = tl.reduce(columns, 0, _sum)
-    elif CHUNKS == 2:
+    if CHUNKS == 2:
         columns = tl.reduce(tl.reshape(columns, [2, ROWS, WIDTH // 4]), 0, _sum)
     pairs = tl.reduce(tl.reshape(columns, [ROWS, WIDTH // 8, 2]), 1, _sum)
     return tl.reduce(pairs, 1, _sum)
