@@ -47,12 +47,13 @@ def gated_rmsnorm_fp8_quant_op(
         codes and scales as :func:`~gdn_backend.ops.outputs.allocate_outputs` describes them.
     """
     spec, kernel = decode_call(call)
-    if x.device.type == "cpu" and environment.inductor_rounds_on_cpu() and not spec.shows_summation_order:
-        return reference(x, gate, weight, bias, eps, spec)
-    if kernel == "triton" and x.device.type != "cpu":
-        return _launch_triton(x, gate, weight, bias, eps, spec)
     opaque = torch.ops.gdn_backend
-    if kernel == "aiter":
+    if x.device.type == "cpu":
+        if environment.inductor_rounds_on_cpu() and not spec.shows_summation_order:
+            return reference(x, gate, weight, bias, eps, spec)
+    elif kernel == "triton":
+        return _launch_triton(x, gate, weight, bias, eps, spec)
+    elif kernel == "aiter":
         return opaque.aiter_gated_rmsnorm_fp8_quant(x, gate, weight, bias, eps, call)
     return opaque.reference_gated_rmsnorm_fp8_quant(x, gate, weight, bias, eps, call)
 
