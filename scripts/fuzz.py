@@ -32,7 +32,8 @@ sys.path.insert(0, str(ROOT))
 
 import gdn_backend  # noqa: E402
 from tests.graph.changes import changed  # noqa: E402
-from tests.graph.programs import Program, equivalent  # noqa: E402
+from tests.graph.program import Program  # noqa: E402
+from tests.graph.programs import equivalent  # noqa: E402
 from tests.graph.trial import Trial, try_program  # noqa: E402
 
 RESULTS = ROOT / "scripts" / "results" / "fuzz.json"

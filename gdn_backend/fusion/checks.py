@@ -58,18 +58,19 @@ class SiteChecker:
             if self._is_operand_preparation(node, norm):
                 continue
             for user in self._view.readers(node):
-                if user in known or self._needs_no_data(user):
+                if user in known or self._needs_no_data(user, node):
                     continue
                 actual = "the graph's output" if user.op == "output" else f"{user.name}"
                 advice = "let its other reader use codes and scales, or compute the value for that reader once more"
                 return Miss("safety", Reason.SHARED_INTERMEDIATE, node, "readers inside the site only", actual, advice)
         return None
 
-    def _needs_no_data(self, user: Node) -> bool:
+    def _needs_no_data(self, user: Node, value: Node) -> bool:
         """True where only sizes are read, be it of the value or of a reshape of it (``y.reshape(B, S, -1).size()``)."""
-        if reads_only_shape(user):
+        if reads_only_shape(user, value):
             return True
-        return self._view.op(user).name == "reshape" and all(map(self._needs_no_data, self._view.readers(user)))
+        readers = self._view.readers(user)
+        return self._view.op(user).name == "reshape" and all(self._needs_no_data(reader, user) for reader in readers)
 
     def _is_operand_preparation(self, node: Node, norm: GatedNorm) -> bool:
         while node not in (norm.x, norm.gate, norm.weight, norm.bias):
@@ -211,8 +212,9 @@ def check_fake_quantisation(view: GraphView, quant: Quantisation) -> Miss | None
     frontier: list[Node] = [quant.codes]
     readers: list[Node] = []
     while frontier:
-        for user in view.readers(frontier.pop()):
-            if reads_only_shape(user):
+        value = frontier.pop()
+        for user in view.readers(value):
+            if reads_only_shape(user, value):
                 continue
             (frontier if view.op(user).name == "reshape" else readers).append(user)
     widened = [user for user in readers if view.op(user).name == "cast" and _dtype(user) in _WIDE_DTYPES]

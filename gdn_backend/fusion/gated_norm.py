@@ -400,7 +400,7 @@ def _find_vector(view: GraphView, node: Node, beside: Node, takes_offset: bool =
     if tensor is None or other is None:
         return None
     is_row = all(static_int(size) == 1 for size in other.shape[:-1])  # one row: a vector may have its shape
-    if not is_row and same_shape(tuple(tensor.shape), tuple(other.shape)):
+    if same_shape(tuple(tensor.shape), tuple(other.shape)) and not (is_row or _is_vector(view, node)):
         return None
     problem = _check_repeats(node, beside)
     top = peel(view, node)
@@ -412,6 +412,15 @@ def _find_vector(view: GraphView, node: Node, beside: Node, takes_offset: bool =
         return _Vector(under.node, float(op.args["other"]), _rounding("offset", top), nodes, problem)
     exact = peel_exact(view, node)
     return _Vector(exact.node, 0.0, (), exact.trail, problem)
+
+
+def _is_vector(view: GraphView, node: Node) -> bool:
+    """True for a 1-D tensor, reshaped or not, with or without a number added to it."""
+    node = peel(view, node).node
+    op = view.op(node)
+    if op.name == "add" and isinstance(op.get("other"), int | float):
+        node = peel(view, op.input).node
+    return len(shape_of(node)) == 1
 
 
 def _check_repeats(node: Node, beside: Node) -> Miss | None:

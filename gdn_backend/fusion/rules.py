@@ -124,7 +124,9 @@ def _private_buffers(view: GraphView, members: Iterable[Node]) -> Iterator[Node]
         following = node
         for version in reversed(family[: family.index(node)]):
             yield version
-            if any(reader is not following and not reads_only_shape(reader) for reader in view.readers(version)):
+            if any(
+                reader is not following and not reads_only_shape(reader, version) for reader in view.readers(version)
+            ):
                 break  # seen outside, which is all that matters of what came before
             following = version
 

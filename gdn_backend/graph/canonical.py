@@ -67,6 +67,7 @@ _CASTS = {"to", "type", "type_as", "float", "half", "bfloat16", "double", "int",
           "bool", "_to_copy", "clone", "contiguous", "detach", "alias", "lift_fresh_copy"}  # fmt: skip
 _RESHAPES = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze", "ravel"}
 _PERMUTES = {"transpose", "permute", "t", "movedim", "mT", "T", "adjoint", "mH"}
+BROADCASTS = ("expand", "expand_as", "broadcast_to")
 #: Operations whose result is a tensor that nobody else has.
 CREATIONS = frozenset(
     ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros",
@@ -76,6 +77,7 @@ _READS_SHAPE = frozenset(
     ("size", "dim", "numel", "stride", "is_contiguous", "ndimension", "element_size", "nelement", "shape", "empty_like",
      "zeros_like", "ones_like", "new_empty", "new_zeros", "new_ones")
 )  # fmt: skip
+_TAKES_AFTER = ("expand_as", "view_as", "reshape_as", "type_as")  # of its second operand it needs no data
 _POWERS = {2.0: "square", 0.5: "sqrt", -0.5: "rsqrt", -1.0: "reciprocal"}
 
 
@@ -126,9 +128,11 @@ def spelled_name(node: Node) -> str | None:
     return None
 
 
-def reads_only_shape(user: Node) -> bool:
-    """True for a user that looks at sizes, strides and dtype alone: it needs no data once the graph is traced."""
-    return spelled_name(user) in _READS_SHAPE
+def reads_only_shape(user: Node, value: Node) -> bool:
+    """True for a user of ``value`` that looks at its sizes, strides and dtype alone: it needs no data once the graph is
+    traced."""
+    name = spelled_name(user)
+    return name in _READS_SHAPE or (name in _TAKES_AFTER and len(user.args) == 2 and user.args[0] is not value)
 
 
 def _is_torch(target: Any) -> bool:

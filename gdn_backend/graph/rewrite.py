@@ -13,6 +13,7 @@ After::
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import operator
 from collections.abc import Container, Iterable
@@ -25,7 +26,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from gdn_backend.graph.canonical import overwritten_operand
-from gdn_backend.graph.shapes import Size, static_int, tensor_of, value_of
+from gdn_backend.graph.shapes import Size, same_shape, static_int, tensor_of, value_of
 from gdn_backend.ops.call import encode_call
 from gdn_backend.ops.outputs import allocate_outputs
 
@@ -108,9 +109,9 @@ def _describe(fused: Node, match: Match) -> tuple[torch.Tensor, ...] | None:
     """The fake value of the op, so that later readers of the graph find what Dynamo would have left."""
     x = tensor_of(match.norm.x)
     fake_mode = getattr(x, "fake_mode", None)
-    if x is None or fake_mode is None:
+    if x is None or (fake_mode is None and not x.is_meta):
         return None
-    with fake_mode, torch.no_grad():
+    with fake_mode or contextlib.nullcontext(), torch.no_grad():
         values = allocate_outputs(x, match.spec)
     fused.meta["example_value"] = values
     return values
@@ -122,15 +123,18 @@ def _result(
     """One result in the shape and dtype of the node it replaces: that node first, then those it is made from."""
     tensor = tensor_of(replaced)
     assert tensor is not None
-    shape = shape_arguments(graph, tuple(tensor.shape))
-    item = graph.call_function(operator.getitem, (fused, index))
-    nodes = [graph.call_method("reshape", (item, *shape)), item]
+    nodes = [graph.call_function(operator.getitem, (fused, index))]
+    if values is not None:
+        nodes[0].meta["example_value"] = values[index]
+    # Where the shape is right already, a reshape could still give an axis of one another stride.
+    if values is None or not same_shape(tuple(values[index].shape), tuple(tensor.shape)):
+        shape = shape_arguments(graph, tuple(tensor.shape))
+        nodes.insert(0, graph.call_method("reshape", (nodes[0], *shape)))
     if index == 1 and tensor.dtype != torch.float32:  # a scale that the graph keeps in a narrow dtype
         nodes.insert(0, graph.call_method("to", (nodes[0], tensor.dtype)))
     for node in nodes:
         node.meta.update(_inherited_meta(replaced))
-    if values is not None:
-        item.meta["example_value"] = values[index]
+    if values is not None and len(nodes) > 1:
         nodes[-2].meta["example_value"] = tensor.to(values[index].dtype)
     nodes[0].meta["example_value"] = tensor
     return nodes

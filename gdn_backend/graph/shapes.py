@@ -60,12 +60,12 @@ def same_shape(left: tuple[Size, ...], right: tuple[Size, ...]) -> bool:
 
 
 def contiguous_strides(shape: tuple[Size, ...]) -> tuple[Size, ...]:
-    """Row-major strides of ``shape``."""
+    """Row-major strides of ``shape``; PyTorch counts an axis of no values as one of one."""
     strides: list[Size] = []
     step: Size = 1
     for size in reversed(shape):
         strides.append(step)
-        step = step * size
+        step = step if static_int(size) == 0 else step * size
     return tuple(reversed(strides))
 
 
@@ -78,6 +78,11 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
         static_int(size) == 1 or same_size(stride, expected)
         for size, stride, expected in zip(shape, tensor.stride(), contiguous_strides(shape), strict=True)
     )
+
+
+def is_row_major(tensor: torch.Tensor) -> bool:
+    """:func:`is_contiguous` to the last stride, also of axes of size one, which permutations leave in other places."""
+    return all(map(same_size, tensor.stride(), contiguous_strides(tuple(tensor.shape))))
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from tests.graph.programs import Pick, Program
+from tests.graph.program import Pick, Program
 from tests.graph.sites import Step
 from tests.graph.tracing import call
 

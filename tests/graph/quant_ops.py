@@ -5,6 +5,9 @@ The formulas are written out here in plain torch from the kernels' sources, not 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 FP8 = torch.float8_e4m3fn
@@ -16,11 +19,11 @@ _HUB = torch.library.Library("finegrained_fp8_0a1b2c3", "FRAGMENT")
 _OTHER = torch.library.Library("somebody", "FRAGMENT")
 
 
-def _define(library: torch.library.Library, schema: str, implementation: object) -> None:
+def _define(library: torch.library.Library, schema: str, implementation: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
     library.define(schema)
     library.impl(name, implementation, "CPU")
-    library.impl(name, implementation, "Meta")
+    torch.library.register_fake(f"{library.ns}::{name}", implementation, lib=library)
 
 
 def _groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,11 +53,15 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "root * h": {"norm": lambda c: c.root * c.h},
     "torch.mul(h, root)": {"norm": lambda c: torch.mul(c.h, c.root)},
     "h.multiply(root)": {"norm": lambda c: c.h.multiply(c.root)},
+    "root expanded": {"norm": lambda c: c.h * c.root.expand_as(c.h)},
+    "root expanded by sizes": {"norm": lambda c: c.root.expand(-1, 128) * c.h},
     "h.mul_(root)": {"norm": lambda c: c.h.mul_(c.root)},
     "x in bfloat16 times root": {"norm": lambda c: c.x * c.root},
     "norm.bfloat16()": {"narrow": lambda c: c.norm.bfloat16()},
     "norm.type_as(x)": {"narrow": lambda c: c.norm.type_as(c.x)},
     "n * w": {"weighted": lambda c: c.narrow * c.w},
+    "w expanded": {"weighted": lambda c: c.w.expand_as(c.narrow) * c.narrow},
+    "w broadcast": {"weighted": lambda c: torch.broadcast_to(c.w, (12, 128)) * c.narrow},
     "w.view(1, -1)": {"weighted": lambda c: c.w.view(1, -1) * c.narrow},
     "(w * n) in fp32 rounded once": {
         "narrow": lambda c: c.norm,
@@ -144,6 +148,30 @@ def test_weights_of_any_shape_that_repeats_along_the_row(shape: tuple[int, ...])
 def test_a_weight_for_each_head() -> None:
     widened = {"h": lambda c: c.x.view(-1, 4, 128).float(), "gate": lambda c: c.z.view(-1, 4, 128).float()}
     assert_fused(run(site(widened, weight=make_weight(512).view(4, 128)), *make_inputs()))
+
+
+@pytest.mark.parametrize(
+    "weighted", [lambda w, n: w.view(1, 1, 4, 128) * n, lambda w, n: n * (1 + w.view(1, 1, 4, 128))]
+)
+def test_a_weight_for_each_head_of_the_only_token(weighted: Any) -> None:
+    widened = {"h": lambda c: c.x.view(1, -1, 4, 128).float(), "gate": lambda c: c.z.view(1, -1, 4, 128).float()}
+    outcome = run(site(widened, weight=make_weight(512), weighted=lambda c: weighted(c.w, c.narrow)), *make_inputs(1))
+    assert_fused(outcome)
+    assert outcome.match.spec.hidden_size == 512
+
+
+def test_a_weight_for_each_head_where_reshapes_lead_back_to_the_heads() -> None:
+    """The rows of 512 are all that tells how often the weight repeats."""
+    shape = -1, 4, 128
+    steps = {
+        "h": lambda c: c.x.view(shape).float() * F.silu(c.z.view(shape).float()),
+        "weighted": lambda c: c.w.view(4, 128) * c.narrow,
+        "activated": lambda c: None,
+        "product": lambda c: c.weighted,
+    }
+    outcome = run(site(steps, weight=make_weight(512)), *make_inputs(), dynamic=True)
+    assert_fused(outcome)
+    assert outcome.match.spec.hidden_size == 512
 
 
 def test_a_weight_of_the_shape_of_the_only_row() -> None:

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 import gdn_backend
 from tests.graph.changes import changed
 from tests.graph.harness import Passes
-from tests.graph.programs import Pick, equivalent
+from tests.graph.program import Pick
+from tests.graph.programs import equivalent
 from tests.graph.trial import Trial, compare_compiled, try_program
 
 PROGRAMS = 300  # of each kind

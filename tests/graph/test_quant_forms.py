@@ -64,6 +64,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "clamp(min=1e-12) in place, read by its first name": {
         "scale": lambda c: (c.unfloored.clamp_(min=1e-12), c.unfloored)[1],
     },
+    "the scale expanded": {"scaled": lambda c: c.data / c.scale.expand_as(c.data)},
+    "1 / the scale expanded": {"scaled": lambda c: c.data * (1.0 / c.scale.expand(-1, -1, 128))},
+    "the scale expanded, and clamped then": {"scaled": lambda c: c.data / c.scale.expand_as(c.data).clamp(min=1e-12)},
+    "the expanded scale is read too": {
+        "scaled": lambda c: c.data * c.scale.expand_as(c.data).reciprocal(),
+        "result": lambda c: (c.codes, c.scale.expand(-1, -1, 128).reciprocal()),
+    },
     "flat groups": {"groups": lambda c: c.rows.reshape(-1, 128)},
     "unflatten": {"groups": lambda c: c.rows.unflatten(-1, (-1, 128))},
     "4-D groups": {"groups": lambda c: c.rows.view(-1, 1, 4, 128)},

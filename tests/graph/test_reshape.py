@@ -51,6 +51,42 @@ def test_chain(name: str) -> None:
         assert len(calls(outcome)) < 9
 
 
+def scales_of(x: torch.Tensor) -> torch.Tensor:
+    return x.amax(-1, keepdim=True)
+
+
+BROADCASTS: dict[str, tuple[Program, bool]] = {
+    "expand_as": (lambda x: x * scales_of(x).expand_as(x), True),
+    "expand": (lambda x: x / scales_of(x).expand(-1, -1, 8), True),
+    "broadcast_to, in place": (lambda x: x.add(1).div_(torch.broadcast_to(scales_of(x), (6, 4, 8))), True),
+    "a vector": (lambda x: x[0, 0].expand_as(x) + x, True),
+    "to its own shape": (lambda x: x - (x + 1).expand(6, 4, 8), True),
+    "of both operands": (lambda x: scales_of(x).expand_as(x) * scales_of(x + 1).expand_as(x), False),
+    "of a number, which promotes": (lambda x: x.bfloat16() * x.sum().expand(6, 4, 8), False),
+    "beyond the other operand": (lambda x: x[:1] * scales_of(x[:1]).expand(6, 4, 8), False),
+    "written to": (lambda x: (x + 1).view(6, 4, 8).mul_(scales_of(x).expand_as(x)), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROADCASTS)
+def test_broadcast(name: str) -> None:
+    program, folds = BROADCASTS[name]
+    outcome = fold(program)
+    assert (not any("expand" in call or "broadcast" in call for call in calls(outcome))) == folds
+
+
+def test_a_broadcast_does_not_order_the_strides_anew() -> None:
+    """An axis of size one that expand() adds has a stride of its own, by which a result can be laid out."""
+    for shape in ((1, 5, 1, 8), (5, 1, 1, 8), (1, 1, 1, 8)):
+        x = torch.randn(shape).transpose(0, 1)
+        fold(lambda x, w: (x * w.expand_as(x), w.expand_as(x) + x), x, torch.randn(8))
+
+
+def test_axes_of_one_keep_their_strides() -> None:
+    fold(lambda x: (x.reshape(-1, 1).t().t().view(-1, 1) * 1, x.view(192, 1).t().contiguous().t()))
+    fold(lambda x: x.view(1, 192).t().t()[None].transpose(0, 1).squeeze(1))
+
+
 def test_a_value_in_the_middle_that_is_read_stays() -> None:
     outcome = fold(lambda x: ((merged := x.view(24, 8)) + 1, merged.view(6, 32)))
     assert sorted(calls(outcome)) == ["<built-in function add>", "reshape", "view"]

@@ -7,6 +7,7 @@ some thirty times faster than Dynamo.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -63,6 +64,10 @@ def trace(
 def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, recorded as it is: a Proxy knows neither ``v[0] = 1`` nor ``v += 1``."""
     proxy = next((argument for argument in arguments if isinstance(argument, Proxy)), None)
+    if proxy is None and function is operator.setitem:  # which Dynamo knows as a statement alone
+        target, index, value = arguments
+        target[index] = value
+        return None
     if proxy is None:
         return function(*arguments)
     return proxy.tracer.create_proxy("call_function", function, arguments, {})

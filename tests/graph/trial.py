@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from gdn_backend.exactness import CODE_COUNT, SCALE_COUNT, SCALE_DISTANCE, grid_position
 from gdn_backend.ops.spec import FP8_DTYPES
 from tests.graph.harness import Passes, same_bytes, strides_of
-from tests.graph.programs import Program
+from tests.graph.program import Program
 from tests.graph.tracing import symbol_values, trace
 
 DYNAMIC_TOKENS: dict[int, tuple[int, ...]] = {0: (0,), 1: (0,)}  # of x and z

@@ -20,7 +20,7 @@ from torch.fx import Node
 from gdn_backend.fusion.match import Candidate, Miss, Quantisation, Reason
 from gdn_backend.fusion.sinks.ue8m0 import read_power_of_two
 from gdn_backend.fusion.walk import LOW_PRECISION, UP_TO_FP32, Peeled, dtype_of, peel, peel_exact
-from gdn_backend.graph.canonical import CanonicalOp, GraphView, reads_only_shape
+from gdn_backend.graph.canonical import BROADCASTS, CanonicalOp, GraphView, reads_only_shape
 from gdn_backend.graph.shapes import same_shape, shape_of, static_int, tensor_of, value_of
 from gdn_backend.ops.spec import QuantSpec, Step, dtype_name
 
@@ -39,6 +39,7 @@ class _Link:
     node: Node
     steps: tuple[Step, ...]
     inside: tuple[Node, ...] = ()  # nodes of a step that takes several
+    expands: bool = False  # to the data's shape
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class _Chain:
     absolute: Node
     grouped: Node  # what the magnitudes are taken of
     nodes: tuple[Node, ...]  # the reduction and what is above it
+
+    @property
+    def last_compact(self) -> int:
+        """The last link before the scales are expanded to the data's shape."""
+        return next((index for index, link in enumerate(self.links) if link.expands), len(self.links)) - 1
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,8 @@ def _read_link(op: CanonicalOp) -> _Link | Miss | None:
     steps: tuple[Step, ...]
     if op.name in ("reshape", "identity"):
         steps = ()
+    elif op.name in BROADCASTS:
+        return _Link(op.node, (), expands=True)
     elif op.name == "cast":
         steps = _rounded((), dtype, source=dtype_of(op.input))
     elif op.name in ("mul", "div", "add") and number is not None:
@@ -271,7 +279,7 @@ def _quantisation(
         return problem
     inner = {*cast.nodes, *value.trail, *measured.trail, *chain.nodes}
     inner |= {node for link in chain.links for node in (link.node, *link.inside)}
-    stored = _stored_link(view, chain.links, {*inner, codes})
+    stored = _stored_link(view, chain, {*inner, codes})
     after = chain.links[stored + 1 :]
     dependents = {node for link in after for node in (link.node, *link.inside)}
     scales = chain.links[stored].node
@@ -299,12 +307,12 @@ def _join(links: Iterable[_Link]) -> tuple[Step, ...]:
     return tuple(step for link in links for step in link.steps)
 
 
-def _stored_link(view: GraphView, links: tuple[_Link, ...], inner: set[Node]) -> int:
-    """The first value of the chain that is read from outside; the factor where none is."""
-    for index, link in enumerate(links):
-        if any(user not in inner and not reads_only_shape(user) for user in view.readers(link.node)):
+def _stored_link(view: GraphView, chain: _Chain, inner: set[Node]) -> int:
+    """The first value of the chain that is read from outside; the factor where none is. One for each group."""
+    for index, link in enumerate(chain.links[: chain.last_compact]):
+        if any(user not in inner and not reads_only_shape(user, link.node) for user in view.readers(link.node)):
             return index
-    return len(links) - 1
+    return chain.last_compact
 
 
 def _check_groups(chain: _Chain, measured: Peeled, value: Peeled, data: Node) -> Miss | None:
@@ -324,10 +332,11 @@ def _check_groups(chain: _Chain, measured: Peeled, value: Peeled, data: Node) ->
     if measured.node is not value.node:
         actual = f"the magnitudes of {measured.node.name} and the codes of {value.node.name}"
         return _formula_miss(chain.magnitude.node, "scale and codes from one value", actual)
-    factor = shape_of(chain.links[-1].node)
-    shape = shape_of(data)
-    if not same_shape(factor, (*shape[:-1], 1)) or static_int(shape[-1]) != static_int(grouped[-1]):
+    compact, last_link = chain.links[chain.last_compact], chain.links[-1]
+    factor, shape = shape_of(compact.node), shape_of(data)
+    meets = last_link is compact or same_shape(shape_of(last_link.node), shape)
+    if not meets or not same_shape(factor, (*shape[:-1], 1)) or static_int(shape[-1]) != static_int(grouped[-1]):
         expected = f"a factor of shape {[*map(str, shape[:-1]), '1']}"
-        actual = f"{[str(size) for size in factor]}"
-        return Miss("quant", Reason.GROUP_SHAPE, chain.links[-1].node, expected, actual, advice)
+        actual = f"{[str(size) for size in (factor if meets else shape_of(last_link.node))]}"
+        return Miss("quant", Reason.GROUP_SHAPE, last_link.node, expected, actual, advice)
     return None

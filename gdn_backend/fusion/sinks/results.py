@@ -12,7 +12,7 @@ from torch.fx import Node
 from gdn_backend.fusion.match import Candidate, Miss, Quantisation, Reason
 from gdn_backend.fusion.walk import dtype_of, peel_exact
 from gdn_backend.graph.canonical import CREATIONS, GraphView
-from gdn_backend.graph.shapes import is_contiguous, shape_of, static_int, tensor_of
+from gdn_backend.graph.shapes import is_contiguous, is_row_major, shape_of, static_int, tensor_of
 from gdn_backend.ops.spec import QuantSpec, dtype_name
 
 FP8 = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_e4m3", "float8_e5m2")))
@@ -74,13 +74,17 @@ def row_width(node: Node) -> int | None:
 
 
 def scale_layout(scales: Node | None) -> str | None:
-    """``"row"``, or ``"column"`` for two axes with the first one dense; None for any other strides (padded columns)."""
+    """``"row"``, or ``"column"`` for two axes with the first one dense; None for any other strides (padded columns).
+
+    One token or one group is both, and told by the stride of the axis of one.
+    """
     tensor = tensor_of(scales)
     if tensor is None:
         return "row"
+    columns = tensor.dim() == 2 and is_contiguous(tensor.t())
     if is_contiguous(tensor):
-        return "row"
-    return "column" if tensor.dim() == 2 and is_contiguous(tensor.t()) else None
+        return "column" if columns and not is_row_major(tensor) else "row"
+    return "column" if columns else None
 
 
 def layout_miss(node: Node, expected: str, actual: str) -> Miss:
