@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import gdn_backend
+from gdn_backend.environment import inductor_rounds_on_cpu
 from gdn_backend.huggingface.block_fp8 import QUANTISATIONS
 from gdn_backend.huggingface.models import MIN_LAYERS, Qwen3NextSize, build_qwen3_next, new_cache
 from gdn_backend.huggingface.taps import SiteDistance, TappedModel, compare_with_eager
@@ -25,6 +26,8 @@ from gdn_backend.report.model import FusionReport
 
 BATCH_SIZE, PROMPT_TOKENS, DECODE_STEPS = 2, 24, 4
 PHASES = ("prefill", "decode")
+
+FEW_SEEDS, MANY_SEEDS = 4, 64
 
 #: The compiled model's logits may be this many times as far from eager's as plain Inductor's.
 MAX_LOGIT_RATIO = 1.05
@@ -55,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON on stdout and nothing else there")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
     parser.add_argument("--layers", type=int, default=4, metavar="N", help="every fourth is attention; default 4")
-    parser.add_argument("--seeds", type=int, default=4, metavar="N", help="weights and prompts to try; default 4")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help=f"weights and prompts to try; default {FEW_SEEDS} or {MANY_SEEDS}"
+    )
     parser.add_argument(
         "--quantisation", default="decomposed", choices=QUANTISATIONS, help="how activations become FP8"
     )
@@ -66,10 +71,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gdn_backend demo", description=__doc__)
     add_arguments(parser)
     parsed = parser.parse_args(arguments)
+    if parsed.seeds is None:
+        parsed.seeds = default_seeds(parsed.device)
     for name, least in (("layers", MIN_LAYERS), ("seeds", 1)):
         if getattr(parsed, name) < least:
             parser.error(f"--{name} must be at least {least}")
     return run(parsed)
+
+
+def default_seeds(device: str) -> int:
+    """How many seeds tell whether logits are as near to eager's as plain Inductor's.
+
+    Where Inductor repeats every rounding the whole model is eager's, and few do. Elsewhere (on GPUs) it is only the
+    sites, and a router that picks another expert moves the logits far: the ratio of one seed scatters by 17 percent
+    (measured over 24), the mean of many by 2.
+    """
+    return FEW_SEEDS if device == "cpu" and inductor_rounds_on_cpu() else MANY_SEEDS
 
 
 def run(parsed: argparse.Namespace) -> int:

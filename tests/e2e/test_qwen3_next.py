@@ -218,7 +218,7 @@ def test_demo_through_inductor_prints_json_and_nothing_else() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantisation", ["decomposed", "op", "token"])
 def test_gpu_model(quantisation: str) -> None:
-    findings = demo.observe(Qwen3NextSize(), "cuda", quantisation, num_seeds=4)
+    findings = demo.observe(Qwen3NextSize(), "cuda", quantisation, num_seeds=demo.default_seeds("cuda"))
     assert [check for check in demo.check_findings(findings, num_sites=3) if not check.ok] == []
     sites = [site for phase in demo.PHASES for site in sites_of(findings.reports[phase])]
     assert {site.kernel for site in sites} == {"triton"}

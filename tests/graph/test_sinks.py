@@ -79,8 +79,7 @@ def test_refused(name: str) -> None:
     assert_missed(_run(quantise), reason, node)
 
 
-# Column-major scales of one token: the stride of its axis says nothing, and is not compared.
-@pytest.mark.parametrize("name", sorted(FUSED.keys() - {"vllm cuda, column-major"}))
+@pytest.mark.parametrize("name", FUSED)
 def test_one_token(name: str) -> None:
     assert_fused(_run(FUSED[name][0], tokens=1))
 
