@@ -169,7 +169,7 @@ def _drop_broadcasts(view: GraphView, node: Node) -> list[Node]:
     """Gives an elementwise operation the values that its operands were expanded from; returns the expanded ones."""
     if node.op not in ("call_method", "call_function") or tensor_of(node) is None:
         return []
-    if view.op(node).name not in _ELEMENTWISE:
+    if view.op(node).name not in _ELEMENTWISE or "out" in node.kwargs:  # whose tensor would be made smaller
         return []
     dropped = []
     for operand in node.all_input_nodes:

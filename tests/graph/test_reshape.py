@@ -64,6 +64,7 @@ BROADCASTS: dict[str, tuple[Program, bool]] = {
     "of both operands": (lambda x: scales_of(x).expand_as(x) * scales_of(x + 1).expand_as(x), False),
     "of a number, which promotes": (lambda x: x.bfloat16() * x.sum().expand(6, 4, 8), False),
     "beyond the other operand": (lambda x: x[:1] * scales_of(x[:1]).expand(6, 4, 8), False),
+    "into a tensor": (lambda x: torch.mul(x[:1], scales_of(x[:1]).expand(6, 4, 8), out=torch.empty_like(x)), False),
     "written to": (lambda x: (x + 1).view(6, 4, 8).mul_(scales_of(x).expand_as(x)), True),
 }  # fmt: skip
 
