@@ -230,7 +230,8 @@ def main() -> None:
         if index:
             lines += [
                 "",
-                "Quantisations behind Qwen3-Next's norm: fused, byte-equal to eager's, or the reason given.",
+                "Quantisations behind Qwen3-Next's norm: fused, byte-equal to eager's, or the reason given. "
+                "Empty: there is no such form.",
                 "",
             ]
         for line in section:

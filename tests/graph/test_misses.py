@@ -220,6 +220,9 @@ CASES: dict[str, Case] = {
     "448 clamped to 240": Case(_R.FP8_FORMAT, "to", _divided_by(448.0, FP8, 240.0)),
     "a clamp to unequal limits": Case(_R.FP8_FORMAT, "truediv", {"clamped": lambda c: c.scaled.clamp(-448.0, 440.0)}),
     "a clamp from below alone": Case(_R.FP8_FORMAT, "truediv", {"clamped": lambda c: c.scaled.clamp(min=-448.0)}),
+    "a clamp at zero from below": Case(_R.FP8_FORMAT, "truediv", {"clamped": lambda c: c.scaled.clamp(min=0.0)}),
+    "a clamp at zero from above": Case(_R.FP8_FORMAT, "truediv", {"clamped": lambda c: c.scaled.clamp(max=0.0)}),
+    "a clamp to zero": Case(_R.FP8_FORMAT, "truediv", {"clamped": lambda c: c.scaled.clamp(0.0, 0.0)}),
     "an integer weight": Case(_R.DTYPE, "l_self_parameters_weight_", weight=lambda: torch.ones(128, dtype=torch.int32)),
     "an integer gate": Case(
         _R.DTYPE,

@@ -139,7 +139,7 @@ def _read_cast(view: GraphView, value: Node) -> _Cast:
             elif bound is not None:
                 problem = _formula_miss(top.node, "one clamp between numbers", f"{side}={bound}")
         value = op.input
-    if bounds and bounds.get("min") != -bounds.get("max", 0.0):
+    if bounds and (len(bounds) == 1 or bounds["min"] != -bounds["max"] or bounds["max"] <= 0.0):
         actual = f"a clamp to [{bounds.get('min')}, {bounds.get('max')}]"
         advice = "clamp to both limits of the FP8 dtype"
         problem = problem or Miss("quant", Reason.FP8_FORMAT, top.node, "a clamp to [-m, m]", actual, advice)
