@@ -24,15 +24,7 @@ from torch.fx import Graph, Node
 
 from gdn_backend.graph.canonical import BROADCASTS, GraphView, overwritten_operand, spelled_name
 from gdn_backend.graph.effects import Effects, storage_of
-from gdn_backend.graph.shapes import (
-    Size,
-    is_row_major,
-    same_shape,
-    same_size,
-    shape_of,
-    static_int,
-    tensor_of,
-)
+from gdn_backend.graph.shapes import Size, is_row_major, same_shape, same_size, shape_of, static_int, tensor_of
 
 _PASSED = "gdn_backend_passed_shapes"
 _LONGEST_CHAIN = 64  # a longer one is folded piece by piece
@@ -141,12 +133,9 @@ def _indistinguishable(effects: Effects, base: Node, node: Node, passed_over: li
     """True where ``base.reshape(shape of node)`` is ``node`` in strides and in whom it shares memory with."""
     if effects.is_written(base) or effects.is_written(node):
         return False
-    if storage_of(base) != storage_of(node):
-        if any(len(passed.users) > 1 for passed in passed_over):
-            return False  # another reader shares the copy with ``node``
-        copies = True
-    else:
-        copies = False
+    copies = storage_of(base) != storage_of(node)
+    if copies and any(len(passed.users) > 1 for passed in passed_over):
+        return False  # another reader shares the copy with ``node``
     source, result = tensor_of(base), tensor_of(node)
     assert source is not None
     assert result is not None
