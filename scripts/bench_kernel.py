@@ -273,6 +273,19 @@ def replay(graph: torch.cuda.CUDAGraph, count: int) -> float:
     return statistics.median(times)
 
 
+def time_interleaved(named: dict[str, list[Launch]], num_buffers: int) -> dict[str, list[float]]:
+    """Microseconds of each provider in each round, one provider after the other in every round."""
+    count = max(num_buffers, 100 if num_buffers == 1 else 10)
+    graphs = {name: capture(launches, count) for name, launches in named.items()}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for graph in graphs.values():
+        replay(graph, count)
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            times[name].append(replay(graph, count))
+    return times
+
+
 def off_from_eager(case: Case, launch: Launch, b: Buffers) -> tuple[bool, str]:
     """Whether a provider's result is exact, and how far from eager it is."""
     with torch.no_grad():
@@ -292,14 +305,7 @@ def measure(case: Case) -> dict[str, Any]:
     if not exact:
         return {"case": case.label, "failed": f"not exact: {distance}"}
     inductor_distance = off_from_eager(case, named["inductor"][0], buffers[0])[1]
-    count = max(len(buffers), 100 if len(buffers) == 1 else 10)
-    graphs = {name: capture(launches, count) for name, launches in (named | copies(case, buffers)).items()}
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for graph in graphs.values():
-        replay(graph, count)
-    for _ in range(ROUNDS):
-        for name, graph in graphs.items():
-            times[name].append(replay(graph, count))
+    times = time_interleaved(named | copies(case, buffers), len(buffers))
     copy = min((name for name in times if name.startswith("copy")), key=lambda name: statistics.median(times[name]))
     kept = {name: times[name] for name in named} | {"copy": times[copy]}
     return {

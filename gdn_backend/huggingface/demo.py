@@ -83,8 +83,8 @@ def default_seeds(device: str) -> int:
     """How many seeds tell whether logits are as near to eager's as plain Inductor's.
 
     Where Inductor repeats every rounding the whole model is eager's, and few do. Elsewhere (on GPUs) it is only the
-    sites, and a router that picks another expert moves the logits far: the ratio of one seed scatters by 17 percent
-    (measured over 24), the mean of many by 2.
+    sites, and a router that picks another expert moves the logits far, so that the distances of single seeds scatter
+    (``logits`` in the JSON) and only the mean of many tells.
     """
     return FEW_SEEDS if device == "cpu" and inductor_rounds_on_cpu() else MANY_SEEDS
 
