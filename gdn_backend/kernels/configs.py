@@ -43,13 +43,13 @@ class Regime:
     tiles: int = 1
 
 
-#: Measured on an H200 (torch 2.11, Triton 3.6, 2026-12-01 and -03) with scripts/tune_kernel.py, 32 heads of 128, T tokens:
-#: the numbers are times that of a copy of the same bytes.
+#: Measured on an H200 (torch 2.11, Triton 3.6, 2026-12-01 and -03) by scripts/tune_kernel.py, for 32 heads of 128 and
+#: T tokens: the numbers are times that of a copy of the same bytes.
 SM90 = (
     # T <= 8: latency counts. Four values a thread make the shortest program, and a warp then holds a row, whose maximum
     # is one instruction: 1.17 at T=1, where 16 values a thread take half as much again.
     Regime(2**15, 4, 4),
-    # T <= 256: the same with fewer, larger programs to start: 1.20 at T=16, 1.43 at T=128, best of 45 configurations.
+    # T <= 256: the same with fewer, larger programs to start: 1.20 at T=16, 1.43 at T=128, the best found.
     Regime(2**20, 4, 8),
     # T = 512: instructions count, 30 a value with 16 of them in a thread, 43 with 4. One warp a program fills all
     # multiprocessors evenly: 1.18.
