@@ -15,6 +15,7 @@ from gdn_backend.fusion.rules import find_sites
 from gdn_backend.huggingface.block_fp8 import quantise_decomposed
 from tests.graph.harness import assert_fused, assert_missed, capture, find_node, run
 from tests.graph.sites import FP8, HEAD_DIM, HIDDEN, make_inputs, make_weight
+from tests.graph.triton_launch import insert_launch
 
 EPS = 1e-6
 
@@ -46,6 +47,7 @@ _define(_STUBS, "fla_rms_norm_gated(Tensor x, Tensor? z, Tensor weight, float ep
 _define(_STUBS, "rocm_aiter_rms_norm(Tensor x, Tensor weight, float variance_epsilon) -> Tensor",
         lambda x, weight, eps: torch.rms_norm(x, (x.shape[-1],), weight, eps).clone())  # fmt: skip
 _define(_OPAQUE, "fused_norm_gate(Tensor x, Tensor z) -> Tensor", lambda x, z: (x * F.silu(z)).clone())
+_define(_OPAQUE, "write_norm_gate(Tensor x, Tensor z, Tensor! y) -> ()", lambda x, z, y: None)
 
 
 class Gated(nn.Module):
@@ -161,6 +163,35 @@ def test_an_opaque_gated_norm_is_noted() -> None:
     notes, anchors = _notes(Gated(REFUSED["an opaque gated norm"][0], quantised=False))
     assert anchors == 0
     assert "opaque gated norms: " in notes[0] and "gdn_backend.rms_norm_gated" in notes[0]
+
+
+class FlaKernel:
+    """What the matcher sees of fla's Triton kernel: its name."""
+
+    __name__ = "layer_norm_gated_fwd_kernel"
+
+
+@pytest.mark.field_case("F30")
+@pytest.mark.parametrize("quantised", [True, False])
+def test_a_gated_norm_that_a_triton_kernel_computes_is_named(quantised: bool) -> None:
+    def norm(x: torch.Tensor, z: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(x)
+        torch.ops.elsewhere.write_norm_gate(x, z, y)
+        return y
+
+    with torch.no_grad():
+        graph = capture(Gated(norm, quantised=quantised), *make_inputs()).graph
+    operation = find_node(graph, "elsewhere::write_norm_gate")
+    insert_launch(operation, FlaKernel(), dict(zip(("x", "g", "y"), operation.args, strict=True)))
+    graph.erase_node(operation)
+    found = find_sites(graph, group_sizes=frozenset({128}))
+    assert not found.matches
+    if quantised:
+        (miss,) = found.misses
+        assert miss.reason is Reason.OPAQUE_NORM
+        assert "layer_norm_gated_fwd_kernel" in miss.render() and "gdn_backend.rms_norm_gated" in miss.render()
+    else:
+        assert any("opaque gated norms: triton_kernel_wrapper_mutation" in note for note in found.notes), found.notes
 
 
 def test_a_swiglu_is_not_noted() -> None:

@@ -33,7 +33,7 @@ class FakeKernel:
         )
 
 
-def insert_launch(before: torch.fx.Node, kernel: FakeKernel, operands: dict[str, Any]) -> None:
+def insert_launch(before: torch.fx.Node, kernel: Any, operands: dict[str, Any]) -> None:
     """Puts a launch of ``kernel`` into the graph, in front of ``before``."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_mutation
 
