@@ -1,4 +1,4 @@
-"""Launch configurations of the fused kernel against each other: where ``kernels/configs.py`` has its numbers from.
+"""Launch configurations of the fused kernel against each other: for choosing those of ``kernels/configs.py``.
 
     python scripts/tune_kernel.py [--json FILE]
 

@@ -43,20 +43,18 @@ class Regime:
     tiles: int = 1
 
 
-#: Measured on an H200 (torch 2.11, Triton 3.6, 2026-12-01 and -03) by scripts/tune_kernel.py, for 32 heads of 128 and
-#: T tokens: the numbers are times that of a copy of the same bytes.
+#: Chosen by sweeps on an H200 (32 heads of 128, T tokens), of the kind that scripts/tune_kernel.py runs.
 SM90 = (
     # T <= 8: latency counts. Four values a thread make the shortest program, and a warp then holds a row, whose maximum
-    # is one instruction: 1.17 at T=1, where 16 values a thread take half as much again.
+    # is one instruction.
     Regime(2**15, 4, 4),
-    # T <= 256: the same with fewer, larger programs to start: 1.20 at T=16, 1.43 at T=128, the best found.
+    # T <= 256: the same with fewer, larger programs to start.
     Regime(2**20, 4, 8),
-    # T = 512: instructions count, 30 a value with 16 of them in a thread, 43 with 4. One warp a program fills all
-    # multiprocessors evenly: 1.18.
+    # T = 512: instructions count, and a value costs fewer of them with 16 in a thread. One warp a program fills all
+    # multiprocessors evenly.
     Regime(2**21, 16, 1),
     # Beyond: a second tile on its way while the first is computed, which one warp after the other does not achieve by
-    # itself (1.05 at T=8192, without it 1.2). Programs of two warps end more evenly than those of four: 1.02 against
-    # 1.04 at T=65536, and nowhere slower.
+    # itself. Programs of two warps end more evenly than those of four.
     Regime(math.inf, 16, 2, tiles=2),
 )
 #: Not measured. Waves of 64 lanes, 304 (gfx942) or 256 (gfx950) compute units, four waves a SIMD to hide latency; the
@@ -66,11 +64,11 @@ CDNA = (
     Regime(2**21, 8, 4),
     Regime(math.inf, 16, 4),
 )
-#: For token counts that are not known when the launch is compiled: nowhere best, nowhere more than a fifth off.
+#: For token counts that are not known when the launch is compiled: best nowhere, far off nowhere.
 ANY_COUNT = Regime(math.inf, 8, 4)
 #: A unit of several pieces that is as large as this is a program of its own: its reductions cross warps anyway. Such
-#: units count double where regimes end, since fuller threads have fewer partial results to combine: 30 heads of 192 at
-#: T=128 take 1.9 times the copy's time with 16 values a thread and 2.3 times with four.
+#: units count double where regimes end, since fuller threads have fewer partial results to combine (seen for 30 heads
+#: of 192; other units follow by analogy).
 LARGE_UNIT = 512
 MOST_WARPS = 16
 #: Values that a thread loads at once, 16 bytes of 16-bit ones; it takes more as further chunks of its row.

@@ -216,26 +216,24 @@ def test_demo_through_inductor_prints_json_and_nothing_else() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_model() -> None:
-    findings = demo.observe(Qwen3NextSize(), "cuda", num_seeds=demo.default_seeds("cuda"))
+@pytest.mark.parametrize("quantisation", ["decomposed", "op", "token"])
+def test_gpu_model(quantisation: str) -> None:
+    findings = demo.observe(Qwen3NextSize(), "cuda", quantisation, num_seeds=demo.default_seeds("cuda"))
     assert [check for check in demo.check_findings(findings, num_sites=3) if not check.ok] == []
     sites = [site for phase in demo.PHASES for site in sites_of(findings.reports[phase])]
     assert {site.kernel for site in sites} == {"triton"}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "quantisation"), [(2, "op"), (2, "token"), (4, "decomposed")])
-def test_gpu_sites(heads: int, quantisation: str) -> None:
-    """Prefill and decode; with as many key heads as value heads the gate is a strided view of the projection."""
-    size = Qwen3NextSize(num_key_heads=heads, num_value_heads=4)
-    model = build_qwen3_next(size, device="cuda", quantisation=quantisation)
+def test_gpu_strided_gate() -> None:
+    model = build_qwen3_next(Qwen3NextSize(num_key_heads=4, num_value_heads=4), device="cuda")
     compiled = torch.compile(TappedModel(model), backend="gdn_rocm", fullgraph=True)
     cache = new_cache(model, max_tokens=16)
     with torch.no_grad():
         for tokens in (TOKENS.cuda(), TOKENS[:, :1].cuda()):
             _, seen = compiled(tokens, cache)
             assert [site.ok for site in compare_with_eager(model, seen)] == [True] * 3
-            assert {gate.is_contiguous() for _, gate, _, _ in seen.values()} == {heads == 2}
+            assert not any(gate.is_contiguous() for _, gate, _, _ in seen.values())
     assert [site.kernel for site in sites_of(gdn_backend.reports())] == ["triton"] * 6
 
 

@@ -137,6 +137,7 @@ class TestCompiled:
             assert_equal(run(x, gate, weight, eps), reference(x, gate, weight, None, eps, SPEC))
             compiled.append(counter.frame_count)
         assert compiled[0] == compiled[-1], "recompiled"
+        assert counter.frame_count == 1 or not inductor_rounds_on_cpu()  # else Dynamo starts again for the constant eps
         for num_tokens in (0, 1):  # sizes that Dynamo always compiles by themselves
             x, gate, weight = make_inputs(num_tokens)
             assert_equal(run(x, gate, weight, 1e-6), reference(x, gate, weight, None, 1e-6, SPEC))
