@@ -5,6 +5,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 BASE_PYTHON ?= python3
 ARGS ?=
+JOBS ?= 2
 
 ifeq ($(origin PYTHON),command line)
 READY :=
@@ -23,8 +24,8 @@ help: ## list the targets
 demo: $(READY) ## compile a small Qwen3-Next with FP8 layers and show what was fused (ARGS=--json for JSON)
 	@$(PYTHON) -m gdn_backend demo $(ARGS)
 
-test: $(READY) ## tests that need no GPU (ARGS=... goes to pytest)
-	$(PYTHON) -m pytest $(ARGS)
+test: $(READY) ## tests that need no GPU, in JOBS=2 processes (ARGS=... goes to pytest)
+	$(PYTHON) -m pytest --numprocesses $(JOBS) --dist loadfile $(ARGS)
 
 test-gpu: $(READY) ## tests that need a GPU
 	$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -26,6 +26,18 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
 
 
+#: A test's property of this name is a line in the summary of the run, whichever process the test ran in.
+SUMMARY_LINE = "summary line"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for outcome in ("passed", "failed"):
+        for report in terminalreporter.getreports(outcome):
+            for name, line in report.user_properties:
+                if name == SUMMARY_LINE:
+                    terminalreporter.write_line(f"{report.nodeid}: {line}")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

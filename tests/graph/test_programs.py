@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import gdn_backend
+from tests.conftest import SUMMARY_LINE
 from tests.graph.changes import changed
 from tests.graph.harness import Passes
 from tests.graph.program import Pick
@@ -37,16 +39,16 @@ def picker(data: st.DataObject) -> Pick:
     return lambda options: options[data.draw(st.integers(0, len(options) - 1))]
 
 
-def say(kind: str, trials: list[Trial], capsys: pytest.CaptureFixture[str]) -> None:
-    """Says how many programs were tried, also where tests pass."""
+def say(kind: str, trials: list[Trial], record_property: Callable[[str, object], None]) -> None:
+    """Puts how many programs were tried into the summary of the run."""
     valid = [trial for trial in trials if trial.valid]
     reasons = collections.Counter(reason for trial in valid for reason in trial.reasons)
     fused = sum(trial.fused > 0 for trial in valid)
-    with capsys.disabled():
-        print(f"\n{len(valid)} {kind} programs tried, {fused} fused, misses: {dict(reasons.most_common())}")
+    tried = f"{len(valid)} {kind} programs tried, {fused} fused, misses: {dict(reasons.most_common())}"
+    record_property(SUMMARY_LINE, tried)
 
 
-def test_equivalent_programs_fuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equivalent_programs_fuse(record_property: Callable[[str, object], None]) -> None:
     trials: list[Trial] = []
 
     @budget
@@ -58,11 +60,11 @@ def test_equivalent_programs_fuse(capsys: pytest.CaptureFixture[str]) -> None:
         assert not trial.fault, f"{trial.fault}\n{program.describe()}"
 
     check()
-    say("equivalent", trials, capsys)
+    say("equivalent", trials, record_property)
     assert sum(trial.fused for trial in trials) > PROGRAMS / 2
 
 
-def test_changed_programs_are_eagers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_programs_are_eagers(record_property: Callable[[str, object], None]) -> None:
     trials: list[Trial] = []
 
     @budget
@@ -75,7 +77,7 @@ def test_changed_programs_are_eagers(capsys: pytest.CaptureFixture[str]) -> None
         assert not trial.fault, f"{trial.fault}\n{program.describe()}"
 
     check()
-    say("changed", trials, capsys)
+    say("changed", trials, record_property)
     assert sum(bool(trial.reasons) for trial in trials) > PROGRAMS / 10
 
 
