@@ -9,10 +9,10 @@ Needs a GPU.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -28,39 +28,44 @@ from bench_kernel import EPS, Buffers, Case, Launch, cases, copies, make_buffers
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gdn_backend.kernels.configs import LaunchConfig, describe  # noqa: E402
+from gdn_backend.kernels.configs import ACCESS, LaunchConfig, describe  # noqa: E402
 from gdn_backend.kernels.gated_rmsnorm_quant import plan  # noqa: E402
 from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel  # noqa: E402
-from gdn_backend.ops.outputs import allocate_outputs  # noqa: E402
 
 
 def configurations(case: Case) -> list[LaunchConfig]:
-    """Programs of 512 to 4,096 values in one or two tiles, 4 to 32 values a thread."""
-    unit = math.lcm(case.spec.norm_size, case.spec.group_size)
-    units = (1,) if unit > 128 else (4, 8, 16)  # a unit of several pieces is a program of its own
+    """Programs of up to 8,192 values in one, two or four tiles; up to 48 values of a tile in a thread."""
+    arguments = plan_for(case, make_buffers(dataclasses.replace(case, num_tokens=1))[0], None)[1]
+    piece, pieces, parts = arguments["PIECE"], arguments["PIECES"], arguments["PARTS"]
     found = []
-    for count, chunks, num_warps, tiles in itertools.product(units, (1, 2), (1, 2, 4, 8), (1, 2)):
-        values = count * triton.next_power_of_2(unit) // (32 * num_warps)
-        if 4 <= values <= 32:
-            found.append(LaunchConfig(count, chunks, num_warps, tiles))
+    for units, num_warps in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8)):
+        values = units * pieces * piece // (32 * num_warps)  # of a part, in a thread
+        if not (4 <= values <= 32 and values * parts <= 48 and units * parts * pieces * piece <= 8192):
+            continue
+        for tiles in (1, 2, 4):
+            if tiles * values * parts <= 96:
+                found.append(LaunchConfig(units, max(1, values // ACCESS), num_warps, tiles))
     return found
 
 
-def launch(case: Case, buffers: Buffers, config: LaunchConfig) -> Launch:
-    """The kernel of a configuration, which writes to the same tensors every time."""
-    outputs = allocate_outputs(buffers.x, case.spec)
-    machine = describe(buffers.x.device)
-    programs, arguments = plan(
-        buffers.x, buffers.gate, buffers.weight, None, EPS, case.spec, *outputs, machine, config=config
+def plan_for(case: Case, buffers: Buffers, config: LaunchConfig | None) -> tuple[Any, dict[str, Any]]:
+    """Programs and arguments of a launch that writes to the same tensors every time."""
+    codes = buffers.codes.view(case.spec.torch_fp8_dtype)
+    machine = describe(codes.device)
+    return plan(
+        buffers.x, buffers.gate, buffers.weight, None, EPS, case.spec, codes, buffers.scales, machine, config=config
     )
+
+
+def launch(case: Case, buffers: Buffers, config: LaunchConfig) -> Launch:
+    """The kernel of a configuration."""
+    programs, arguments = plan_for(case, buffers, config)
     return lambda: gated_rmsnorm_quant_kernel[(programs,)](**arguments)
 
 
-def warm(case: Case) -> None:
-    """Compile every configuration, in a process of its own."""
-    buffers = make_buffers(case)[0]
-    for config in configurations(case):
-        launch(case, buffers, config)()
+def warm(case: Case, config: LaunchConfig) -> None:
+    """Compile a configuration, in a process of its own."""
+    launch(case, make_buffers(case)[0], config)()
     torch.cuda.synchronize()
 
 
@@ -87,9 +92,11 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("Launch configurations need a GPU, and torch sees none.", file=sys.stderr)
         return 2
-    chosen = cases(quick=True)
+    chosen = [case for case in cases(quick=False) if case.num_tokens <= 8192]
+    one_of_each = {(case.spec, case.strided): dataclasses.replace(case, num_tokens=1) for case in chosen}.values()
+    pairs = [(case, config) for case in one_of_each for config in configurations(case)]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(warm, chosen))
+        list(pool.map(warm, *zip(*pairs, strict=True)))
     results = []
     for case in chosen:
         results.append(measure(case))

@@ -102,19 +102,23 @@ def describe(device: torch.device) -> Architecture:
 
 
 def launch_config(
-    machine: Architecture, piece: int, pieces: int, units_per_token: int, num_units: int | torch.SymInt
+    machine: Architecture, parts: int, piece: int, pieces: int, units_per_token: int, num_units: int | torch.SymInt
 ) -> LaunchConfig:
-    """The configuration for ``num_units`` units of ``pieces`` pieces of ``piece`` values (padding included)."""
-    unit = piece * pieces
-    alone = pieces > 1 and unit >= LARGE_UNIT
+    """The configuration for ``num_units`` units of ``parts`` parts of ``pieces`` pieces of ``piece`` values.
+
+    What a unit of a single part is padded with counts as values.
+    """
+    part = piece * pieces
+    alone = parts == 1 and pieces > 1 and part >= LARGE_UNIT
     regime = ANY_COUNT
     if isinstance(num_units, int):
-        num_values = num_units * unit * (2 if alone else 1)
+        num_values = num_units * parts * part * (2 if alone else 1)
         regime = next(regime for regime in machine.regimes if num_values <= regime.most_values)
-    threads_values = regime.values_per_thread * machine.warp_size
-    units = 1 if alone else max(1, threads_values * regime.num_warps // unit)
-    while units_per_token % units:  # tiles that make up whole tokens need no masks
+    values_per_thread = regime.values_per_thread if parts == 1 else min(ACCESS, regime.values_per_thread)
+    threads_values = values_per_thread * machine.warp_size
+    units = 1 if alone else max(1, threads_values * regime.num_warps // part)
+    while parts == 1 and units_per_token % units:  # tiles that make up whole tokens need no masks
         units //= 2
-    num_warps = min(MOST_WARPS, max(1, units * unit // threads_values))
-    chunks = min(max(1, regime.values_per_thread // ACCESS), max(1, piece // ACCESS))
+    num_warps = min(MOST_WARPS, max(1, units * part // threads_values))
+    chunks = min(max(1, values_per_thread // ACCESS), max(1, piece // ACCESS))
     return LaunchConfig(units, chunks, num_warps, regime.tiles)

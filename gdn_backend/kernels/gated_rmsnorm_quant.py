@@ -24,6 +24,8 @@ Size = int | torch.SymInt
 SCALE_SLOTS, FACTOR_SLOTS = 5, 2
 LARGEST_TILE = 16384
 SMALLEST_PIECE = 16
+#: Each part is code of its own; beyond, padding to a power of two costs less.
+MOST_PARTS = 5
 #: Norms whose squares are added in the order of PyTorch's reduction kernel.
 SUMMED_AS_EAGER = 128
 #: From here on divisions by a factor need no care for subnormal numbers, and magnitudes below 2^-118 give zero codes.
@@ -116,7 +118,8 @@ class _Geometry:
 
     unit: int
     piece: int
-    pieces: int  # of a unit, rounded up to a power of two
+    parts: int  # of a unit, each of a power of two of pieces
+    pieces: int  # of a part; rounded up where a unit is a single part
     norm_pieces: int
     group_pieces: int
 
@@ -125,12 +128,16 @@ class _Geometry:
         unit = math.lcm(spec.norm_size, spec.group_size)
         common = math.gcd(spec.norm_size, spec.group_size, weight_size, bias_size)
         piece = common & -common
-        pieces = triton.next_power_of_2(unit // piece)
+        count = unit // piece
+        pieces = count & -count
+        parts = count // pieces
+        if parts > MOST_PARTS:
+            parts, pieces = 1, triton.next_power_of_2(count)
         # A norm or group that is the whole unit takes the padding in: it is zero.
         norm_pieces, group_pieces = (
-            pieces if size == unit else size // piece for size in (spec.norm_size, spec.group_size)
+            parts * pieces if size == unit else size // piece for size in (spec.norm_size, spec.group_size)
         )
-        return _Geometry(unit, piece, pieces, norm_pieces, group_pieces)
+        return _Geometry(unit, piece, parts, pieces, norm_pieces, group_pieces)
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ def supports(spec: FusedSpec, operands: Operands) -> str | None:
             f"norms of {spec.norm_size}, groups of {spec.group_size} and the weight share no power of two of "
             f"{SMALLEST_PIECE} or more"
         )
-    if geometry.pieces * geometry.piece > LARGEST_TILE:
+    if geometry.parts * geometry.pieces * geometry.piece > LARGEST_TILE:
         return f"{geometry.unit} values have to be held at once; at most {LARGEST_TILE} fit"
     if spec.shows_summation_order and spec.norm_size != SUMMED_AS_EAGER:
         return f"norms of {spec.norm_size} are not summed in eager's order, and in fp32 no rounding hides that"
@@ -235,7 +242,9 @@ def plan(
     gate, gate_layout = _readable(gate, spec.hidden_size, geometry.piece)
     units_per_token = spec.hidden_size // geometry.unit
     num_units = codes.shape[0] * units_per_token
-    config = config or launch_config(machine, geometry.piece, geometry.pieces, units_per_token, num_units)
+    config = config or launch_config(
+        machine, geometry.parts, geometry.piece, geometry.pieces, units_per_token, num_units
+    )
     hardware_cast = spec.fp8_dtype in machine.hardware_fp8
     formula = _formula(spec, saturates=hardware_cast and machine.cast_saturates)
     tensors = {
@@ -256,7 +265,10 @@ def plan(
         "ACTIVATION_DIVISION": _activation_division(spec, gate.dtype, formula, machine),
         "CAST": "hardware" if hardware_cast else f"{spec.fp8_dtype} by bits",
     }
-    programs = triton.cdiv(num_units, config.units * config.tiles)
+    tile = config.units * geometry.unit
+    # All tiles of a program have the same columns of weight and bias, which it loads once.
+    period = math.lcm(tile, *(each.numel() for each in (weight, bias) if each is not None)) // tile
+    programs = triton.cdiv(num_units, config.units * config.tiles * period) * period
     return programs, (
         tensors
         | arguments
@@ -294,6 +306,7 @@ def _constants(
         "UNIT": geometry.unit,
         "PIECE": geometry.piece,
         "PIECES": geometry.pieces,
+        "PARTS": geometry.parts,
         "NORM_PIECES": geometry.norm_pieces,
         "GROUP_PIECES": geometry.group_pieces,
         "WEIGHT_SIZE": 0 if weight is None else weight.numel(),

@@ -2,9 +2,10 @@
 
 **Tiles.** The row of a token is cut into *units*, the shortest stretches that hold whole norms and whole groups
 (``lcm(norm_size, group_size)`` values), and a unit into *pieces* of a power of two that divides norm, group, weight and
-the contiguous runs of x and gate. A program takes a tile ``[ROWS, CHUNKS, WIDTH]``: ROWS pieces of ``CHUNKS * WIDTH``
+the contiguous runs of x and gate. Tensors have sizes of powers of two, so a unit of, say, six pieces is held as three
+*parts* of two. A program takes, of each part, a tile ``[ROWS, CHUNKS, WIDTH]``: ROWS pieces of ``CHUNKS * WIDTH``
 values, where a thread holds all chunks of its columns, so that most of a reduction needs no other thread. Sums and
-maxima of pieces are then combined to those of norms and groups (:func:`_over_neighbours`).
+maxima of pieces are then combined to those of norms and groups (:func:`_combined`).
 
 **Bytes.** Everything is eager's, in eager's order: fp32 between roundings, libdevice's exp, IEEE divisions, NaN passed
 on by maxima and clamps. A product that is added to something is written as ``fma(a, b, -0.0)``, with the -0.0 made at
@@ -12,7 +13,7 @@ run time, which keeps compilers from contracting the two (``enable_fp_fusion`` c
 The sum of squares runs in the order of PyTorch's own reduction kernel for norms of 128.
 """
 
-# mypy: disable-error-code="no-untyped-def, no-redef"
+# mypy: disable-error-code="no-untyped-def, no-redef, assignment"
 # ruff: noqa: RET505, SIM108  (Triton compiles only the branch taken where the two are constexpr, and an if / else shows it)
 
 from __future__ import annotations
@@ -73,13 +74,39 @@ def _rounded_times_bfloat16(value, weight):
 
 
 @triton.jit
-def _widened(value, PTX: tl.constexpr):
+def _once_loads_are_issued(tile, PTX: tl.constexpr):
+    """(16, 0xffff0000), by which pairs of bf16 are widened on NVIDIA, but not before all loads so far are issued.
+
+    ptxas moves loads down to where their values are used, to save registers, and then the memory's latency is paid
+    again and again. It moves none past a barrier, and no use ahead of a number that the barrier gives: here of how many
+    threads the tile is negative.
+    """
+    if PTX:
+        none = tl.inline_asm_elementwise(
+            """{
+            .reg .pred negative;
+            setp.lt.s32 negative, $1, 0;
+            bar.red.popc.u32 $0, 0, negative;
+            }""",
+            "=r,r",
+            [tile],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+        return none + 16, none - 65536
+    else:
+        return tile, tile
+
+
+@triton.jit
+def _widened(value, shift, mask, PTX: tl.constexpr):
     """A loaded tile in fp32; bf16 two at a time on NVIDIA, where that saves an instruction."""
     if PTX and value.dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=r,=r,r",
-            [value],
+            "shl.b32 $0, $2, $3; and.b32 $1, $2, $5;",
+            "=r,=r,r,r,r,r,r",
+            [value, shift, mask],
             dtype=tl.float32,
             is_pure=True,
             pack=2,
@@ -209,7 +236,9 @@ def _row_sums(values, ROWS: tl.constexpr):
     CHUNKS: tl.constexpr = values.shape[0] // ROWS
     WIDTH: tl.constexpr = values.shape[1]
     columns = tl.reduce(tl.reshape(values, [CHUNKS * ROWS, WIDTH // 4, 4]), 2, _sum)
-    if CHUNKS == 2:
+    if CHUNKS == 4:
+        columns = tl.reduce(tl.reshape(columns, [2, 2 * ROWS, WIDTH // 4]), 0, _sum)
+    if CHUNKS >= 2:
         columns = tl.reduce(tl.reshape(columns, [2, ROWS, WIDTH // 4]), 0, _sum)
     pairs = tl.reduce(tl.reshape(columns, [ROWS, WIDTH // 8, 2]), 1, _sum)
     return tl.reduce(pairs, 1, _sum)
@@ -274,6 +303,54 @@ def _over_neighbours(values, PIECES: tl.constexpr, PER_GROUP: tl.constexpr, IS_S
         else:
             combined = tl.reduce(apart, 2, _larger)
         return tl.reshape(combined, [UNITS * PIECES])
+
+
+@triton.jit
+def _accumulated(a, b, IS_SUM: tl.constexpr):
+    if IS_SUM:
+        return a + b
+    else:
+        return _larger(a, b)
+
+
+@triton.jit
+def _combined(values, PARTS: tl.constexpr, PIECES: tl.constexpr, PER_GROUP: tl.constexpr, IS_SUM: tl.constexpr):
+    """:func:`_over_neighbours` for units of PARTS of PIECES pieces; ``values`` and the result are tuples by part."""
+    combined = ()
+    if PARTS == 1 or PIECES % PER_GROUP == 0:
+        for part in tl.static_range(PARTS):
+            combined += (_over_neighbours(values[part], PIECES, PER_GROUP, IS_SUM),)
+    elif PER_GROUP == PARTS * PIECES:
+        total = values[0]
+        for part in tl.static_range(1, PARTS):
+            total = _accumulated(total, values[part], IS_SUM)
+        total = _over_neighbours(total, PIECES, PIECES, IS_SUM)
+        for _ in tl.static_range(PARTS):
+            combined += (total,)
+    else:
+        UNITS: tl.constexpr = values[0].shape[0] // PIECES
+        piece = tl.arange(0, PIECES)[None, :]
+        totals = ()
+        for group in tl.static_range(PARTS * PIECES // PER_GROUP):
+            total = tl.zeros([UNITS], tl.float32)  # neutral for both
+            for part in tl.static_range(PARTS):
+                # Groups that this part has pieces of: from the one of its first piece to that of its last.
+                if part * PIECES // PER_GROUP <= group and group <= (part * PIECES + PIECES - 1) // PER_GROUP:
+                    belongs = (part * PIECES + piece) // PER_GROUP == group
+                    mine = tl.where(belongs, tl.reshape(values[part], [UNITS, PIECES]), 0.0)
+                    if IS_SUM:
+                        total = _accumulated(total, tl.reduce(mine, 1, _sum), IS_SUM)
+                    else:
+                        total = _accumulated(total, tl.reduce(mine, 1, _larger), IS_SUM)
+            totals += (total,)
+        for part in tl.static_range(PARTS):
+            spread = tl.zeros([UNITS, PIECES], tl.float32)
+            for group in tl.static_range(PARTS * PIECES // PER_GROUP):
+                if part * PIECES // PER_GROUP <= group and group <= (part * PIECES + PIECES - 1) // PER_GROUP:
+                    belongs = (part * PIECES + piece) // PER_GROUP == group
+                    spread = tl.where(belongs, totals[group][:, None], spread)
+            combined += (tl.reshape(spread, [UNITS * PIECES]),)
+    return combined
 
 
 @triton.jit
@@ -405,14 +482,28 @@ def _locate(
         return pointer + tl.max_contiguous(offsets[:, None] + inside, [1, 8])
 
 
+# fmt: off
 @triton.jit
-def _load_parameter(pointer, place, inside, MASKED: tl.constexpr, SIZE: tl.constexpr):
-    """A weight or bias of SIZE values, which repeats along the row, for a tile.
+def _load_parameter(
+    pointer, tile, row, inside,
+    UNITS: tl.constexpr, UNITS_PER_TOKEN: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    PARTS: tl.constexpr, SIZE: tl.constexpr,
+):
+    # fmt: on
+    """A weight or bias of SIZE values, which repeats along the row, for the parts of a tile.
 
-    Loaded in the tile's full shape: a narrower load would get another layout, and everything after it too.
+    Loaded in the tile's full shape: a narrower load would get another layout, and everything after it too. No masks:
+    whatever the row, the place is inside.
     """
-    _, start, column, _, exists = place
-    return _load(pointer + (((start + column) % SIZE)[:, None] + inside), exists[:, None], MASKED, False)
+    loaded = ()
+    for part in tl.static_range(PARTS):
+        if UNIT % SIZE == 0:
+            start = part * (PIECES * PIECE) + (row % PIECES) * PIECE
+        else:
+            _, start, column, _, _ = _place(tile, part, row, 0, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+            start += column
+        loaded += (tl.load(pointer + ((start % SIZE)[:, None] + inside)),)
+    return loaded
 
 
 @triton.jit
@@ -432,17 +523,17 @@ def _store_scales(pointer, offsets, scales, valid, LANES: tl.constexpr):
 # fmt: off
 @triton.jit
 def _place(
-    tile, row, num_units,
+    tile, part, row, num_units,
     UNITS: tl.constexpr, UNITS_PER_TOKEN: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
 ):
     # fmt: on
-    """Where the pieces ``row`` of a tile are: (token, start, column, flat, exists).
+    """Where the pieces ``row`` of a part of a tile are: (token, start, column, flat, exists).
 
     A piece begins at ``start + column`` of ``token``, and ``flat`` values behind the tile's first one were all rows
     contiguous. Where whole tiles make up a token, token and start are scalars.
     """
     unit = row // PIECES
-    column = (row % PIECES) * PIECE
+    column = part * (PIECES * PIECE) + (row % PIECES) * PIECE
     flat = unit * UNIT + column
     exists = (tile * UNITS + unit < num_units) & (column < UNIT)
     if UNITS_PER_TOKEN % UNITS == 0:
@@ -451,6 +542,26 @@ def _place(
     else:
         unit += tile * UNITS
         return unit // UNITS_PER_TOKEN, 0, (unit % UNITS_PER_TOKEN) * UNIT + column, flat, exists
+
+
+# fmt: off
+@triton.jit
+def _load_parts(
+    pointer, tile, row, inside, num_units, token_stride, outer_stride, inner_tokens, run_stride,
+    HIDDEN: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    PARTS: tl.constexpr, RUN: tl.constexpr, LEVELS: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr,
+):
+    # fmt: on
+    """The parts of a tile of x or gate, as a tuple."""
+    loaded = ()
+    for part in tl.static_range(PARTS):
+        place = _place(tile, part, row, num_units, UNITS, HIDDEN // UNIT, UNIT, PIECE, PIECES)
+        pointers = _locate(
+            pointer, tile, place, inside, token_stride, outer_stride, inner_tokens, run_stride,
+            HIDDEN, UNITS, UNIT, RUN, LEVELS,
+        )  # fmt: skip
+        loaded += (_load(pointers, place[4][:, None], MASKED, PADDED),)
+    return loaded
 
 
 # fmt: off
@@ -464,7 +575,7 @@ def gated_rmsnorm_quant_kernel(
     gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
     scale_token_stride, scale_group_stride,
     HIDDEN: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr,
-    PIECES: tl.constexpr, NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
+    PIECES: tl.constexpr, PARTS: tl.constexpr, NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
     CHUNKS: tl.constexpr, UNITS: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, SCALES_FLAT: tl.constexpr,
     X_RUN: tl.constexpr, X_LEVELS: tl.constexpr, GATE_RUN: tl.constexpr, GATE_LEVELS: tl.constexpr,
     WEIGHT_SIZE: tl.constexpr, BIAS_SIZE: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, NORM_FIRST: tl.constexpr,
@@ -480,111 +591,133 @@ def gated_rmsnorm_quant_kernel(
     DIVISION: tl.constexpr, QUOTIENT_ROUNDING: tl.constexpr, CLAMP: tl.constexpr, OVERFLOW: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """One program: every num_programs-th tile of UNITS units; see the module's text for units, pieces and chunks."""
+    """One program: every num_programs-th tile of UNITS units; the module's text explains units, parts and the rest."""
     ROWS: tl.constexpr = UNITS * PIECES
     LINES: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = PIECE // CHUNKS
     UNITS_PER_TOKEN: tl.constexpr = HIDDEN // UNIT
-    SQUARES_ARE_EXACT: tl.constexpr = NORM_FIRST and x_ptr.dtype.element_ty != tl.float32
+    # A product contracted with the sum that it goes into is an instruction less. Exact squares take no harm, and where
+    # the order of the sum is not eager's, what each square is rounded to is no matter either.
+    CONTRACT_SQUARES: tl.constexpr = (NORM_FIRST and x_ptr.dtype.element_ty != tl.float32) or NORM != 128
     negative_zero = tl.cast(eps, tl.float32) * 0.0 * -1.0
 
-    # Masks are needed where a tile can reach beyond the last unit, or the loop beyond the last tile.
-    PADDED: tl.constexpr = UNIT != PIECES * PIECE
-    MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0 or TILES > 1
+    # Masks are needed where a tile can reach beyond the last unit.
+    PADDED: tl.constexpr = UNIT != PARTS * PIECES * PIECE
+    MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0
 
-    tile = tl.program_id(0)
+    first = tl.program_id(0)
+    tile = first
     row = tl.arange(0, LINES) % ROWS
     inside = (tl.arange(0, LINES) // ROWS * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
-    place = _place(tile, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-    x_ptrs = _locate(
-        x_ptr, tile, place, inside, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
-        HIDDEN, UNITS, UNIT, X_RUN, X_LEVELS,
+    next_x = _load_parts(
+        x_ptr, tile, row, inside, num_units, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
+        HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, X_RUN, X_LEVELS, MASKED, PADDED,
     )
-    gate_ptrs = _locate(
-        gate_ptr, tile, place, inside, gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
-        HIDDEN, UNITS, UNIT, GATE_RUN, GATE_LEVELS,
+    next_gate = _load_parts(
+        gate_ptr, tile, row, inside, num_units, gate_token_stride, gate_outer_stride, gate_inner_tokens,
+        gate_run_stride, HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, GATE_RUN, GATE_LEVELS, MASKED, PADDED,
     )
-    next_x = _load(x_ptrs, place[4][:, None], MASKED, PADDED)
-    next_gate = _load(gate_ptrs, place[4][:, None], MASKED, PADDED)
+    # The launch sees to it that all tiles of a program have the same columns of weight and bias.
     if WEIGHT_SIZE > 0:
-        weight = _load_parameter(weight_ptr, place, inside, MASKED, WEIGHT_SIZE)
+        weight = _load_parameter(
+            weight_ptr, tile, row, inside,
+            UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, WEIGHT_SIZE,
+        )
     if BIAS_SIZE > 0:
-        bias = _load_parameter(bias_ptr, place, inside, MASKED, BIAS_SIZE)
+        bias = _load_parameter(
+            bias_ptr, tile, row, inside,
+            UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, BIAS_SIZE,
+        )
 
     for trip in tl.static_range(TILES):
-        x = _widened(next_x, PTX)
-        gate = _widened(next_gate, PTX)
+        x_parts = next_x
+        gate_parts = next_gate
         if trip + 1 < TILES:  # the next tile is on its way while this one is computed
             next_tile = tile + tl.num_programs(0)
-            place = _place(next_tile, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-            x_ptrs = _locate(
-                x_ptr, next_tile, place, inside, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
-                HIDDEN, UNITS, UNIT, X_RUN, X_LEVELS,
+            # Behind the last one a program does its first again, and writes the same.
+            next_tile = tl.where(next_tile * UNITS < num_units, next_tile, first)
+            next_x = _load_parts(
+                x_ptr, next_tile, row, inside, num_units, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
+                HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, X_RUN, X_LEVELS, MASKED, PADDED,
             )
-            gate_ptrs = _locate(
-                gate_ptr, next_tile, place, inside, gate_token_stride, gate_outer_stride, gate_inner_tokens,
-                gate_run_stride, HIDDEN, UNITS, UNIT, GATE_RUN, GATE_LEVELS,
+            next_gate = _load_parts(
+                gate_ptr, next_tile, row, inside, num_units, gate_token_stride, gate_outer_stride, gate_inner_tokens,
+                gate_run_stride, HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, GATE_RUN, GATE_LEVELS, MASKED, PADDED,
             )
-            next_x = _load(x_ptrs, place[4][:, None], MASKED, PADDED)
-            next_gate = _load(gate_ptrs, place[4][:, None], MASKED, PADDED)
 
-        activated = _rounded(_activated(gate, ACTIVATION, ACTIVATION_DIVISION), ACTIVATION_ROUNDING, PTX)
-        if not NORM_FIRST:
-            x = _rounded(x * activated, GATED_ROUNDING, PTX)
-        # Contracting an exact square with the sum changes nothing, and saves an instruction.
-        squares = x * x if SQUARES_ARE_EXACT else tl.fma(x, x, negative_zero)
-        sums = _over_neighbours(_row_sums(squares, ROWS), PIECES, NORM_PIECES, True)
-        mean = tl.fma(sums, 1.0 / NORM, negative_zero)
-        y = x * _to_lines(tl.rsqrt(mean + tl.cast(eps, tl.float32)), LINES)
-        if (
-            PTX
-            and WEIGHT_SIZE > 0
-            and WEIGHT_OFFSET == 0.0
-            and weight_ptr.dtype.element_ty == tl.bfloat16
-            and NORM_ROUNDING == "bfloat16"
-            and WEIGHT_ROUNDING == "bfloat16"
-        ):
-            y = _rounded_times_bfloat16(y, weight)
-        else:
-            y = _rounded(y, NORM_ROUNDING, PTX)
-            if WEIGHT_SIZE > 0:
-                factors = weight.to(tl.float32)
-                if WEIGHT_OFFSET != 0.0:
-                    factors = _rounded(factors + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
-                y = _rounded(tl.fma(y, factors, negative_zero), WEIGHT_ROUNDING, PTX)
-        if BIAS_SIZE > 0:
-            y = _rounded(y + bias.to(tl.float32), BIAS_ROUNDING, PTX)
-        if NORM_FIRST:
-            y = y * activated
-        y = _rounded(y, OUTPUT_ROUNDING, PTX)
+        if trip == 0:
+            shift, mask = _once_loads_are_issued(tile, PTX)
 
-        scale = _over_neighbours(_row_maxima(y, ROWS, LANES), PIECES, GROUP_PIECES, False)
-        scale = _scale_step(scale, negative_zero, STEP_0, OPERAND_0)
-        scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
-        scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
-        scale = _scale_step(scale, negative_zero, STEP_3, OPERAND_3)
-        scale = _scale_step(scale, negative_zero, STEP_4, OPERAND_4)
-        factor = _scale_step(scale, negative_zero, FACTOR_STEP_0, FACTOR_OPERAND_0)
-        factor = _scale_step(factor, negative_zero, FACTOR_STEP_1, FACTOR_OPERAND_1)
-        scaled = _codes(y, factor, PTX, DIVISION, QUOTIENT_ROUNDING, CLAMP, OVERFLOW)
-        if CAST == "hardware":
-            codes = scaled.to(codes_ptr.dtype.element_ty)
-        else:
-            codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
+        activations, normed, sums = (), (), ()
+        for part in tl.static_range(PARTS):
+            x = _widened(x_parts[part], shift, mask, PTX)
+            activated = _activated(_widened(gate_parts[part], shift, mask, PTX), ACTIVATION, ACTIVATION_DIVISION)
+            activated = _rounded(activated, ACTIVATION_ROUNDING, PTX)
+            if not NORM_FIRST:
+                x = _rounded(x * activated, GATED_ROUNDING, PTX)
+            squares = x * x if CONTRACT_SQUARES else tl.fma(x, x, negative_zero)
+            activations += (activated,)
+            normed += (x,)
+            sums += (_row_sums(squares, ROWS),)
+        sums = _combined(sums, PARTS, PIECES, NORM_PIECES, True)
 
-        written = _place(tile, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-        code_ptrs = _locate(codes_ptr, tile, written, inside, 0, 0, 1, 0, HIDDEN, UNITS, UNIT, HIDDEN, 0)
-        if MASKED:
-            tl.store(code_ptrs, codes, mask=written[4][:, None])
-        else:
-            tl.store(code_ptrs, codes)
-        token, start, column, flat, exists = _place(
-            tile, tl.arange(0, ROWS), num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES
-        )
-        if SCALES_FLAT:
-            offsets = tl.cast(tile, tl.int64) * (UNITS * UNIT // GROUP) + flat // GROUP
-        else:
-            group = start // GROUP + column // GROUP
-            offsets = tl.cast(token, tl.int64) * scale_token_stride + group.to(tl.int64) * scale_group_stride
-        _store_scales(scales_ptr, offsets, scale, exists & (flat % GROUP == 0), LANES)
-        tile += tl.num_programs(0)
+        outputs, maxima = (), ()
+        for part in tl.static_range(PARTS):
+            mean = tl.fma(sums[part], 1.0 / NORM, negative_zero)
+            y = normed[part] * _to_lines(tl.rsqrt(mean + tl.cast(eps, tl.float32)), LINES)
+            if (
+                PTX
+                and WEIGHT_SIZE > 0
+                and WEIGHT_OFFSET == 0.0
+                and weight_ptr.dtype.element_ty == tl.bfloat16
+                and NORM_ROUNDING == "bfloat16"
+                and WEIGHT_ROUNDING == "bfloat16"
+            ):
+                y = _rounded_times_bfloat16(y, weight[part])
+            else:
+                y = _rounded(y, NORM_ROUNDING, PTX)
+                if WEIGHT_SIZE > 0:
+                    factors = weight[part].to(tl.float32)
+                    if WEIGHT_OFFSET != 0.0:
+                        factors = _rounded(factors + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
+                    y = _rounded(tl.fma(y, factors, negative_zero), WEIGHT_ROUNDING, PTX)
+            if BIAS_SIZE > 0:
+                y = _rounded(y + bias[part].to(tl.float32), BIAS_ROUNDING, PTX)
+            if NORM_FIRST:
+                y = y * activations[part]
+            y = _rounded(y, OUTPUT_ROUNDING, PTX)
+            outputs += (y,)
+            maxima += (_row_maxima(y, ROWS, LANES),)
+        scales = _combined(maxima, PARTS, PIECES, GROUP_PIECES, False)
+
+        for part in tl.static_range(PARTS):
+            scale = _scale_step(scales[part], negative_zero, STEP_0, OPERAND_0)
+            scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
+            scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
+            scale = _scale_step(scale, negative_zero, STEP_3, OPERAND_3)
+            scale = _scale_step(scale, negative_zero, STEP_4, OPERAND_4)
+            factor = _scale_step(scale, negative_zero, FACTOR_STEP_0, FACTOR_OPERAND_0)
+            factor = _scale_step(factor, negative_zero, FACTOR_STEP_1, FACTOR_OPERAND_1)
+            scaled = _codes(outputs[part], factor, PTX, DIVISION, QUOTIENT_ROUNDING, CLAMP, OVERFLOW)
+            if CAST == "hardware":
+                codes = scaled.to(codes_ptr.dtype.element_ty)
+            else:
+                codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
+
+            written = _place(tile, part, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+            code_ptrs = _locate(codes_ptr, tile, written, inside, 0, 0, 1, 0, HIDDEN, UNITS, UNIT, HIDDEN, 0)
+            if MASKED:
+                tl.store(code_ptrs, codes, mask=written[4][:, None])
+            else:
+                tl.store(code_ptrs, codes)
+            token, start, column, flat, exists = _place(
+                tile, part, tl.arange(0, ROWS), num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES
+            )
+            if SCALES_FLAT:
+                offsets = tl.cast(tile, tl.int64) * (UNITS * UNIT // GROUP) + flat // GROUP
+            else:
+                group = start // GROUP + column // GROUP
+                offsets = tl.cast(token, tl.int64) * scale_token_stride + group.to(tl.int64) * scale_group_stride
+            _store_scales(scales_ptr, offsets, scale, exists & (flat % GROUP == 0), LANES)
+        if trip + 1 < TILES:
+            tile = next_tile
