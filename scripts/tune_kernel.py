@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import triton
-from bench_kernel import EPS, Buffers, Case, Launch, cases, copies, make_buffers, time_interleaved
+from bench_kernel import EPS, RESULTS, Buffers, Case, Launch, cases, copies, make_buffers, time_interleaved
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,19 +32,18 @@ from gdn_backend.kernels.configs import ACCESS, LaunchConfig, describe  # noqa: 
 from gdn_backend.kernels.gated_rmsnorm_quant import plan  # noqa: E402
 from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel  # noqa: E402
 
+TOKENS = (1, 16, 128, 512, 2048, 8192, 32768)
+
 
 def configurations(case: Case) -> list[LaunchConfig]:
-    """Programs of up to 8,192 values in one, two or four tiles; up to 48 values of a tile in a thread."""
+    """Programs of up to 8,192 values, up to 48 of them in a thread."""
     arguments = plan_for(case, make_buffers(dataclasses.replace(case, num_tokens=1))[0], None)[1]
     piece, pieces, parts = arguments["PIECE"], arguments["PIECES"], arguments["PARTS"]
     found = []
     for units, num_warps in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8)):
         values = units * pieces * piece // (32 * num_warps)  # of a part, in a thread
-        if not (4 <= values <= 32 and values * parts <= 48 and units * parts * pieces * piece <= 8192):
-            continue
-        for tiles in (1, 2, 4):
-            if tiles * values * parts <= 96:
-                found.append(LaunchConfig(units, max(1, values // ACCESS), num_warps, tiles))
+        if 4 <= values <= 32 and values * parts <= 48 and units * parts * pieces * piece <= 8192:
+            found.append(LaunchConfig(units, max(1, values // ACCESS), num_warps))
     return found
 
 
@@ -73,7 +72,7 @@ def measure(case: Case) -> dict[str, Any]:
     """How many times the copy's time each configuration takes."""
     buffers = make_buffers(case)
     named = {
-        f"units={config.units} chunks={config.chunks} warps={config.num_warps} tiles={config.tiles}": [
+        f"units={config.units} chunks={config.chunks} warps={config.num_warps}": [
             launch(case, each, config) for each in buffers
         ]
         for config in configurations(case)
@@ -87,26 +86,24 @@ def measure(case: Case) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes that compile")
-    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--json", type=Path, default=RESULTS / "tune_kernel.json", help="where the numbers go")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("Launch configurations need a GPU, and torch sees none.", file=sys.stderr)
         return 2
-    chosen = [case for case in cases(quick=False) if case.num_tokens <= 8192]
-    one_of_each = {(case.spec, case.strided): dataclasses.replace(case, num_tokens=1) for case in chosen}.values()
-    pairs = [(case, config) for case in one_of_each for config in configurations(case)]
+    shapes = {case.name: dataclasses.replace(case, num_tokens=1) for case in cases(quick=False)}.values()
+    pairs = [(case, config) for case in shapes for config in configurations(case)]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(warm, *zip(*pairs, strict=True)))
     results = []
-    for case in chosen:
+    for case in (dataclasses.replace(shape, num_tokens=count) for shape in shapes for count in TOKENS):
         results.append(measure(case))
         torch.cuda.empty_cache()
         best = sorted(results[-1]["ratios"].items(), key=lambda item: item[1])[:5]
         print(case.label, *(f"{name}: {ratio:.3f}" for name, ratio in best), sep="\n    ", flush=True)
-    if options.json is not None:
-        device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
-        about = {"date": datetime.date.today().isoformat(), "device": device}
-        options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__}"
+    about = {"date": datetime.date.today().isoformat(), "device": device}
+    options.json.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
     return 0
 
 

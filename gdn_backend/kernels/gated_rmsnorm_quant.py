@@ -265,10 +265,7 @@ def plan(
         "ACTIVATION_DIVISION": _activation_division(spec, gate.dtype, formula, machine),
         "CAST": "hardware" if hardware_cast else f"{spec.fp8_dtype} by bits",
     }
-    tile = config.units * geometry.unit
-    # All tiles of a program have the same columns of weight and bias, which it loads once.
-    period = math.lcm(tile, *(each.numel() for each in (weight, bias) if each is not None)) // tile
-    programs = triton.cdiv(num_units, config.units * config.tiles * period) * period
+    programs = triton.cdiv(num_units, config.units)
     return programs, (
         tensors
         | arguments

@@ -465,6 +465,8 @@ def _locate(
         return pointer + tl.cast(tile, tl.int64) * (UNITS * UNIT) + offsets
     else:
         SCALAR: tl.constexpr = (HIDDEN // UNIT) % UNITS == 0
+        tl.assume(token_stride >= 0)
+        tl.assume(run_stride >= 0)
         token = tl.cast(token, tl.int64)
         if LEVELS == 2:
             token_offset = (token // inner_tokens) * outer_stride + (token % inner_tokens) * token_stride
@@ -576,7 +578,7 @@ def gated_rmsnorm_quant_kernel(
     scale_token_stride, scale_group_stride,
     HIDDEN: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, PARTS: tl.constexpr, NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
-    CHUNKS: tl.constexpr, UNITS: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, SCALES_FLAT: tl.constexpr,
+    CHUNKS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr, SCALES_FLAT: tl.constexpr,
     X_RUN: tl.constexpr, X_LEVELS: tl.constexpr, GATE_RUN: tl.constexpr, GATE_LEVELS: tl.constexpr,
     WEIGHT_SIZE: tl.constexpr, BIAS_SIZE: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, NORM_FIRST: tl.constexpr,
     ACTIVATION: tl.constexpr, ACTIVATION_DIVISION: tl.constexpr, PTX: tl.constexpr,
@@ -591,7 +593,7 @@ def gated_rmsnorm_quant_kernel(
     DIVISION: tl.constexpr, QUOTIENT_ROUNDING: tl.constexpr, CLAMP: tl.constexpr, OVERFLOW: tl.constexpr,
     CAST: tl.constexpr,
 ):
-    """One program: every num_programs-th tile of UNITS units; the module's text explains units, parts and the rest."""
+    """One program: a tile of UNITS units; the module's text explains units, parts, pieces and chunks."""
     ROWS: tl.constexpr = UNITS * PIECES
     LINES: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = PIECE // CHUNKS
@@ -605,119 +607,95 @@ def gated_rmsnorm_quant_kernel(
     PADDED: tl.constexpr = UNIT != PARTS * PIECES * PIECE
     MASKED: tl.constexpr = PADDED or UNITS_PER_TOKEN % UNITS != 0
 
-    first = tl.program_id(0)
-    tile = first
+    tile = tl.program_id(0)
     row = tl.arange(0, LINES) % ROWS
     inside = (tl.arange(0, LINES) // ROWS * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
-    next_x = _load_parts(
+    x_parts = _load_parts(
         x_ptr, tile, row, inside, num_units, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
         HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, X_RUN, X_LEVELS, MASKED, PADDED,
     )
-    next_gate = _load_parts(
+    gate_parts = _load_parts(
         gate_ptr, tile, row, inside, num_units, gate_token_stride, gate_outer_stride, gate_inner_tokens,
         gate_run_stride, HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, GATE_RUN, GATE_LEVELS, MASKED, PADDED,
     )
-    # The launch sees to it that all tiles of a program have the same columns of weight and bias.
     if WEIGHT_SIZE > 0:
         weight = _load_parameter(
-            weight_ptr, tile, row, inside,
-            UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, WEIGHT_SIZE,
+            weight_ptr, tile, row, inside, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, WEIGHT_SIZE
         )
     if BIAS_SIZE > 0:
         bias = _load_parameter(
-            bias_ptr, tile, row, inside,
-            UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, BIAS_SIZE,
+            bias_ptr, tile, row, inside, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, BIAS_SIZE
         )
+    shift, mask = _once_loads_are_issued(tile, PTX)
 
-    for trip in tl.static_range(TILES):
-        x_parts = next_x
-        gate_parts = next_gate
-        if trip + 1 < TILES:  # the next tile is on its way while this one is computed
-            next_tile = tile + tl.num_programs(0)
-            # Behind the last one a program does its first again, and writes the same.
-            next_tile = tl.where(next_tile * UNITS < num_units, next_tile, first)
-            next_x = _load_parts(
-                x_ptr, next_tile, row, inside, num_units, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
-                HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, X_RUN, X_LEVELS, MASKED, PADDED,
-            )
-            next_gate = _load_parts(
-                gate_ptr, next_tile, row, inside, num_units, gate_token_stride, gate_outer_stride, gate_inner_tokens,
-                gate_run_stride, HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, GATE_RUN, GATE_LEVELS, MASKED, PADDED,
-            )
+    activations, normed, sums = (), (), ()
+    for part in tl.static_range(PARTS):
+        x = _widened(x_parts[part], shift, mask, PTX)
+        activated = _activated(_widened(gate_parts[part], shift, mask, PTX), ACTIVATION, ACTIVATION_DIVISION)
+        activated = _rounded(activated, ACTIVATION_ROUNDING, PTX)
+        if not NORM_FIRST:
+            x = _rounded(x * activated, GATED_ROUNDING, PTX)
+        squares = x * x if CONTRACT_SQUARES else tl.fma(x, x, negative_zero)
+        activations += (activated,)
+        normed += (x,)
+        sums += (_row_sums(squares, ROWS),)
+    sums = _combined(sums, PARTS, PIECES, NORM_PIECES, True)
 
-        if trip == 0:
-            shift, mask = _once_loads_are_issued(tile, PTX)
+    outputs, maxima = (), ()
+    for part in tl.static_range(PARTS):
+        mean = tl.fma(sums[part], 1.0 / NORM, negative_zero)
+        y = normed[part] * _to_lines(tl.rsqrt(mean + tl.cast(eps, tl.float32)), LINES)
+        if (
+            PTX
+            and WEIGHT_SIZE > 0
+            and WEIGHT_OFFSET == 0.0
+            and weight_ptr.dtype.element_ty == tl.bfloat16
+            and NORM_ROUNDING == "bfloat16"
+            and WEIGHT_ROUNDING == "bfloat16"
+        ):
+            y = _rounded_times_bfloat16(y, weight[part])
+        else:
+            y = _rounded(y, NORM_ROUNDING, PTX)
+            if WEIGHT_SIZE > 0:
+                factors = weight[part].to(tl.float32)
+                if WEIGHT_OFFSET != 0.0:
+                    factors = _rounded(factors + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
+                y = _rounded(tl.fma(y, factors, negative_zero), WEIGHT_ROUNDING, PTX)
+        if BIAS_SIZE > 0:
+            y = _rounded(y + bias[part].to(tl.float32), BIAS_ROUNDING, PTX)
+        if NORM_FIRST:
+            y = y * activations[part]
+        y = _rounded(y, OUTPUT_ROUNDING, PTX)
+        outputs += (y,)
+        maxima += (_row_maxima(y, ROWS, LANES),)
+    scales = _combined(maxima, PARTS, PIECES, GROUP_PIECES, False)
 
-        activations, normed, sums = (), (), ()
-        for part in tl.static_range(PARTS):
-            x = _widened(x_parts[part], shift, mask, PTX)
-            activated = _activated(_widened(gate_parts[part], shift, mask, PTX), ACTIVATION, ACTIVATION_DIVISION)
-            activated = _rounded(activated, ACTIVATION_ROUNDING, PTX)
-            if not NORM_FIRST:
-                x = _rounded(x * activated, GATED_ROUNDING, PTX)
-            squares = x * x if CONTRACT_SQUARES else tl.fma(x, x, negative_zero)
-            activations += (activated,)
-            normed += (x,)
-            sums += (_row_sums(squares, ROWS),)
-        sums = _combined(sums, PARTS, PIECES, NORM_PIECES, True)
+    for part in tl.static_range(PARTS):
+        scale = _scale_step(scales[part], negative_zero, STEP_0, OPERAND_0)
+        scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
+        scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
+        scale = _scale_step(scale, negative_zero, STEP_3, OPERAND_3)
+        scale = _scale_step(scale, negative_zero, STEP_4, OPERAND_4)
+        factor = _scale_step(scale, negative_zero, FACTOR_STEP_0, FACTOR_OPERAND_0)
+        factor = _scale_step(factor, negative_zero, FACTOR_STEP_1, FACTOR_OPERAND_1)
+        scaled = _codes(outputs[part], factor, PTX, DIVISION, QUOTIENT_ROUNDING, CLAMP, OVERFLOW)
+        if CAST == "hardware":
+            codes = scaled.to(codes_ptr.dtype.element_ty)
+        else:
+            codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
 
-        outputs, maxima = (), ()
-        for part in tl.static_range(PARTS):
-            mean = tl.fma(sums[part], 1.0 / NORM, negative_zero)
-            y = normed[part] * _to_lines(tl.rsqrt(mean + tl.cast(eps, tl.float32)), LINES)
-            if (
-                PTX
-                and WEIGHT_SIZE > 0
-                and WEIGHT_OFFSET == 0.0
-                and weight_ptr.dtype.element_ty == tl.bfloat16
-                and NORM_ROUNDING == "bfloat16"
-                and WEIGHT_ROUNDING == "bfloat16"
-            ):
-                y = _rounded_times_bfloat16(y, weight[part])
-            else:
-                y = _rounded(y, NORM_ROUNDING, PTX)
-                if WEIGHT_SIZE > 0:
-                    factors = weight[part].to(tl.float32)
-                    if WEIGHT_OFFSET != 0.0:
-                        factors = _rounded(factors + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
-                    y = _rounded(tl.fma(y, factors, negative_zero), WEIGHT_ROUNDING, PTX)
-            if BIAS_SIZE > 0:
-                y = _rounded(y + bias[part].to(tl.float32), BIAS_ROUNDING, PTX)
-            if NORM_FIRST:
-                y = y * activations[part]
-            y = _rounded(y, OUTPUT_ROUNDING, PTX)
-            outputs += (y,)
-            maxima += (_row_maxima(y, ROWS, LANES),)
-        scales = _combined(maxima, PARTS, PIECES, GROUP_PIECES, False)
-
-        for part in tl.static_range(PARTS):
-            scale = _scale_step(scales[part], negative_zero, STEP_0, OPERAND_0)
-            scale = _scale_step(scale, negative_zero, STEP_1, OPERAND_1)
-            scale = _scale_step(scale, negative_zero, STEP_2, OPERAND_2)
-            scale = _scale_step(scale, negative_zero, STEP_3, OPERAND_3)
-            scale = _scale_step(scale, negative_zero, STEP_4, OPERAND_4)
-            factor = _scale_step(scale, negative_zero, FACTOR_STEP_0, FACTOR_OPERAND_0)
-            factor = _scale_step(factor, negative_zero, FACTOR_STEP_1, FACTOR_OPERAND_1)
-            scaled = _codes(outputs[part], factor, PTX, DIVISION, QUOTIENT_ROUNDING, CLAMP, OVERFLOW)
-            if CAST == "hardware":
-                codes = scaled.to(codes_ptr.dtype.element_ty)
-            else:
-                codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
-
-            written = _place(tile, part, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-            code_ptrs = _locate(codes_ptr, tile, written, inside, 0, 0, 1, 0, HIDDEN, UNITS, UNIT, HIDDEN, 0)
-            if MASKED:
-                tl.store(code_ptrs, codes, mask=written[4][:, None])
-            else:
-                tl.store(code_ptrs, codes)
-            token, start, column, flat, exists = _place(
-                tile, part, tl.arange(0, ROWS), num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES
-            )
-            if SCALES_FLAT:
-                offsets = tl.cast(tile, tl.int64) * (UNITS * UNIT // GROUP) + flat // GROUP
-            else:
-                group = start // GROUP + column // GROUP
-                offsets = tl.cast(token, tl.int64) * scale_token_stride + group.to(tl.int64) * scale_group_stride
-            _store_scales(scales_ptr, offsets, scale, exists & (flat % GROUP == 0), LANES)
-        if trip + 1 < TILES:
-            tile = next_tile
+        written = _place(tile, part, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+        code_ptrs = _locate(codes_ptr, tile, written, inside, 0, 0, 1, 0, HIDDEN, UNITS, UNIT, HIDDEN, 0)
+        if MASKED:
+            tl.store(code_ptrs, codes, mask=written[4][:, None])
+        else:
+            tl.store(code_ptrs, codes)
+        token, start, column, flat, exists = _place(
+            tile, part, tl.arange(0, ROWS), num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES
+        )
+        if SCALES_FLAT:
+            offsets = tl.cast(tile, tl.int64) * (UNITS * UNIT // GROUP) + flat // GROUP
+        else:
+            group = start // GROUP + column // GROUP
+            offsets = tl.cast(token, tl.int64) * scale_token_stride + group.to(tl.int64) * scale_group_stride
+        _store_scales(scales_ptr, offsets, scale, exists & (flat % GROUP == 0), LANES)

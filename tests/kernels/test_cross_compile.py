@@ -33,6 +33,10 @@ QWEN = ("norm:bfloat16", "weight:bfloat16", "output:bfloat16")
 BASE = FusedSpec(hidden_size=4096, head_dim=128, norm_size=128, group_size=128, roundings=QWEN)
 SPECS = {
     "qwen": BASE,
+    "heads of 96": dataclasses.replace(BASE, hidden_size=768, head_dim=96, norm_size=96),
+    "zamba2": dataclasses.replace(
+        BASE, hidden_size=5120, norm_size=2560, norm_before_gate=False, roundings=("output:bfloat16",)
+    ),
     "olmo": dataclasses.replace(BASE, hidden_size=5760, head_dim=192, norm_size=192),
     "mamba2": dataclasses.replace(
         BASE, hidden_size=8192, norm_size=1024, norm_before_gate=False, roundings=("output:bfloat16",)
@@ -131,6 +135,16 @@ def test_listing(name: str, architecture: str, tmp_path: Path) -> None:
     # x and gate, at least; nothing narrower is read from them.
     assert len(re.findall(listing.wide_load, text)) >= 2, text[:2000]
     assert re.search(listing.conversion, text)
+
+
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_loads_are_issued_before_values_are_used(name: str) -> None:
+    """As far as PTX shows it: all loads, then the barrier, then all else."""
+    for num_tokens in (1, 2048, 8192):
+        text = compile_for(SPECS[name], LISTINGS["sm90"], num_tokens).asm["ptx"]
+        before, barrier, after = text.partition("bar.red.popc")
+        assert barrier and len(re.findall(r"ld\.global", before)) >= 3
+        assert "ld.global" not in after
 
 
 def test_small_launches_fit_too(tmp_path: Path) -> None:

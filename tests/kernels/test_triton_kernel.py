@@ -91,9 +91,16 @@ def test_small_inputs_are_byte_equal() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 3, 7, 16, 100, 2051])
-@pytest.mark.parametrize("name", ["qwen", "olmo", "three heads", "per token"])
+@pytest.mark.parametrize("name", ["qwen", "heads of 96", "olmo", "zamba2", "mamba2", "three heads", "per token"])
 def test_token_counts(name: str, num_tokens: int) -> None:
     check(SPECS[name], *inputs(SPECS[name], num_tokens, seed=num_tokens))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 129, 1025, 2049])
+def test_weights_by_head(num_tokens: int) -> None:
+    """Every program has columns of the weight of its own, whichever token it begins with."""
+    x, gate, _ = inputs(BASE, num_tokens)
+    check(BASE, x, gate, torch.rand(BASE.hidden_size, device="cuda").bfloat16() + 0.5)
 
 
 def test_one_compiled_kernel_serves_many_token_counts() -> None:
