@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import triton
-from bench_kernel import Case, cases, copies, make_buffers, providers
+from bench_kernel import RESULTS, Case, cases, copies, make_buffers, providers
 from rich.console import Console
 from rich.table import Table
 
@@ -90,7 +90,7 @@ def _number(text: str) -> float:
 def main() -> int:
     """Profile; 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where the numbers go")
+    parser.add_argument("--json", type=Path, default=RESULTS / "profile_kernel.json", help="where the numbers go")
     parser.add_argument("--launch", action="store_true", help="only launch the kernels, for the profiler")
     options = parser.parse_args()
     if not torch.cuda.is_available():
@@ -109,9 +109,8 @@ def main() -> int:
     for row in found:
         table.add_row(row["case"], row["kernel"], *(f"{row[name]:.2f}" for name in METRICS))
     Console(width=240).print(table)
-    if options.json is not None:
-        about = {"date": datetime.date.today().isoformat(), "device": device}
-        options.json.write_text(json.dumps({**about, "counters": found}, indent=1, ensure_ascii=False) + "\n")
+    about = {"date": datetime.date.today().isoformat(), "device": device}
+    options.json.write_text(json.dumps({**about, "counters": found}, indent=1, ensure_ascii=False) + "\n")
     return 0
 
 
