@@ -118,8 +118,9 @@ class _Geometry:
 
     unit: int
     piece: int
-    parts: int  # of a unit, each of a power of two of pieces
-    pieces: int  # of a part; rounded up where a unit is a single part
+    parts: int  # of a unit
+    pieces: int  # of a part, rounded up to a power of two
+    run: int  # consecutive pieces of a part, a power of two
     norm_pieces: int
     group_pieces: int
 
@@ -128,16 +129,25 @@ class _Geometry:
         unit = math.lcm(spec.norm_size, spec.group_size)
         common = math.gcd(spec.norm_size, spec.group_size, weight_size, bias_size)
         piece = common & -common
-        count = unit // piece
-        pieces = count & -count
-        parts = count // pieces
+        count, of_a_norm = unit // piece, spec.norm_size // piece
+        run = count & -count
+        parts = count // run
         if parts > MOST_PARTS:
-            parts, pieces = 1, triton.next_power_of_2(count)
+            parts, run = 1, triton.next_power_of_2(count)
+        if spec.group_size == unit and 1 < _odd_factor(of_a_norm) <= MOST_PARTS:
+            # Each norm is spread over all parts, so that its sum is one of numbers that a thread has.
+            parts = _odd_factor(of_a_norm)
+            run = of_a_norm // parts
+        pieces = triton.next_power_of_2(count // parts)
         # A norm or group that is the whole unit takes the padding in: it is zero.
         norm_pieces, group_pieces = (
             parts * pieces if size == unit else size // piece for size in (spec.norm_size, spec.group_size)
         )
-        return _Geometry(unit, piece, parts, pieces, norm_pieces, group_pieces)
+        return _Geometry(unit, piece, parts, pieces, run, norm_pieces, group_pieces)
+
+
+def _odd_factor(count: int) -> int:
+    return count // (count & -count)
 
 
 @dataclass(frozen=True)
@@ -304,6 +314,7 @@ def _constants(
         "PIECE": geometry.piece,
         "PIECES": geometry.pieces,
         "PARTS": geometry.parts,
+        "PART_RUN": geometry.run,
         "NORM_PIECES": geometry.norm_pieces,
         "GROUP_PIECES": geometry.group_pieces,
         "WEIGHT_SIZE": 0 if weight is None else weight.numel(),

@@ -314,20 +314,28 @@ def _accumulated(a, b, IS_SUM: tl.constexpr):
 
 
 @triton.jit
-def _combined(values, PARTS: tl.constexpr, PIECES: tl.constexpr, PER_GROUP: tl.constexpr, IS_SUM: tl.constexpr):
+def _combined(
+    values,
+    PARTS: tl.constexpr,
+    PART_RUN: tl.constexpr,
+    PIECES: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    IS_SUM: tl.constexpr,
+):
     """:func:`_over_neighbours` for units of PARTS of PIECES pieces; ``values`` and the result are tuples by part."""
     combined = ()
-    if PARTS == 1 or PIECES % PER_GROUP == 0:
+    if PARTS == 1 or PART_RUN % PER_GROUP == 0:
         for part in tl.static_range(PARTS):
             combined += (_over_neighbours(values[part], PIECES, PER_GROUP, IS_SUM),)
-    elif PER_GROUP == PARTS * PIECES:
+    elif PER_GROUP == PARTS * PART_RUN or PER_GROUP == PARTS * PIECES:  # as much of each part
         total = values[0]
         for part in tl.static_range(1, PARTS):
             total = _accumulated(total, values[part], IS_SUM)
-        total = _over_neighbours(total, PIECES, PIECES, IS_SUM)
+        total = _over_neighbours(total, PIECES, PER_GROUP // PARTS, IS_SUM)
         for _ in tl.static_range(PARTS):
             combined += (total,)
     else:
+        tl.static_assert(PART_RUN == PIECES)
         UNITS: tl.constexpr = values[0].shape[0] // PIECES
         piece = tl.arange(0, PIECES)[None, :]
         totals = ()
@@ -489,7 +497,7 @@ def _locate(
 def _load_parameter(
     pointer, tile, row, inside,
     UNITS: tl.constexpr, UNITS_PER_TOKEN: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-    PARTS: tl.constexpr, SIZE: tl.constexpr,
+    PARTS: tl.constexpr, PART_RUN: tl.constexpr, SIZE: tl.constexpr,
 ):
     # fmt: on
     """A weight or bias of SIZE values, which repeats along the row, for the parts of a tile.
@@ -499,12 +507,13 @@ def _load_parameter(
     """
     loaded = ()
     for part in tl.static_range(PARTS):
-        if UNIT % SIZE == 0:
-            start = part * (PIECES * PIECE) + (row % PIECES) * PIECE
-        else:
-            _, start, column, _, _ = _place(tile, part, row, 0, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
-            start += column
-        loaded += (tl.load(pointer + ((start % SIZE)[:, None] + inside)),)
+        # Where every unit begins with the same column, the first will do for all.
+        from_tile = 0 if UNIT % SIZE == 0 else tile
+        row_of_unit = row % PIECES if UNIT % SIZE == 0 else row
+        _, start, column, _, _ = _place(
+            from_tile, part, row_of_unit, 0, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, PART_RUN
+        )
+        loaded += (tl.load(pointer + (((start + column) % SIZE)[:, None] + inside)),)
     return loaded
 
 
@@ -527,15 +536,17 @@ def _store_scales(pointer, offsets, scales, valid, LANES: tl.constexpr):
 def _place(
     tile, part, row, num_units,
     UNITS: tl.constexpr, UNITS_PER_TOKEN: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
+    PARTS: tl.constexpr, PART_RUN: tl.constexpr,
 ):
     # fmt: on
     """Where the pieces ``row`` of a part of a tile are: (token, start, column, flat, exists).
 
     A piece begins at ``start + column`` of ``token``, and ``flat`` values behind the tile's first one were all rows
-    contiguous. Where whole tiles make up a token, token and start are scalars.
+    contiguous. Where whole tiles make up a token, token and start are scalars. The pieces of a unit go to its parts in
+    runs of PART_RUN.
     """
     unit = row // PIECES
-    column = part * (PIECES * PIECE) + (row % PIECES) * PIECE
+    column = ((row % PIECES // PART_RUN * PARTS + part) * PART_RUN + row % PART_RUN) * PIECE
     flat = unit * UNIT + column
     exists = (tile * UNITS + unit < num_units) & (column < UNIT)
     if UNITS_PER_TOKEN % UNITS == 0:
@@ -551,13 +562,14 @@ def _place(
 def _load_parts(
     pointer, tile, row, inside, num_units, token_stride, outer_stride, inner_tokens, run_stride,
     HIDDEN: tl.constexpr, UNITS: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr, PIECES: tl.constexpr,
-    PARTS: tl.constexpr, RUN: tl.constexpr, LEVELS: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr,
+    PARTS: tl.constexpr, PART_RUN: tl.constexpr, RUN: tl.constexpr, LEVELS: tl.constexpr, MASKED: tl.constexpr,
+    PADDED: tl.constexpr,
 ):
     # fmt: on
     """The parts of a tile of x or gate, as a tuple."""
     loaded = ()
     for part in tl.static_range(PARTS):
-        place = _place(tile, part, row, num_units, UNITS, HIDDEN // UNIT, UNIT, PIECE, PIECES)
+        place = _place(tile, part, row, num_units, UNITS, HIDDEN // UNIT, UNIT, PIECE, PIECES, PARTS, PART_RUN)
         pointers = _locate(
             pointer, tile, place, inside, token_stride, outer_stride, inner_tokens, run_stride,
             HIDDEN, UNITS, UNIT, RUN, LEVELS,
@@ -577,7 +589,8 @@ def gated_rmsnorm_quant_kernel(
     gate_token_stride, gate_outer_stride, gate_inner_tokens, gate_run_stride,
     scale_token_stride, scale_group_stride,
     HIDDEN: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr,
-    PIECES: tl.constexpr, PARTS: tl.constexpr, NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
+    PIECES: tl.constexpr, PARTS: tl.constexpr, PART_RUN: tl.constexpr,
+    NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
     CHUNKS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr, SCALES_FLAT: tl.constexpr,
     X_RUN: tl.constexpr, X_LEVELS: tl.constexpr, GATE_RUN: tl.constexpr, GATE_LEVELS: tl.constexpr,
     WEIGHT_SIZE: tl.constexpr, BIAS_SIZE: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, NORM_FIRST: tl.constexpr,
@@ -612,19 +625,19 @@ def gated_rmsnorm_quant_kernel(
     inside = (tl.arange(0, LINES) // ROWS * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
     x_parts = _load_parts(
         x_ptr, tile, row, inside, num_units, x_token_stride, x_outer_stride, x_inner_tokens, x_run_stride,
-        HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, X_RUN, X_LEVELS, MASKED, PADDED,
+        HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, PART_RUN, X_RUN, X_LEVELS, MASKED, PADDED,
     )
     gate_parts = _load_parts(
         gate_ptr, tile, row, inside, num_units, gate_token_stride, gate_outer_stride, gate_inner_tokens,
-        gate_run_stride, HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, GATE_RUN, GATE_LEVELS, MASKED, PADDED,
+        gate_run_stride, HIDDEN, UNITS, UNIT, PIECE, PIECES, PARTS, PART_RUN, GATE_RUN, GATE_LEVELS, MASKED, PADDED,
     )
     if WEIGHT_SIZE > 0:
         weight = _load_parameter(
-            weight_ptr, tile, row, inside, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, WEIGHT_SIZE
+            weight_ptr, tile, row, inside, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, PART_RUN, WEIGHT_SIZE
         )
     if BIAS_SIZE > 0:
         bias = _load_parameter(
-            bias_ptr, tile, row, inside, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, BIAS_SIZE
+            bias_ptr, tile, row, inside, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, PART_RUN, BIAS_SIZE
         )
     shift, mask = _once_loads_are_issued(tile, PTX)
 
@@ -639,7 +652,7 @@ def gated_rmsnorm_quant_kernel(
         activations += (activated,)
         normed += (x,)
         sums += (_row_sums(squares, ROWS),)
-    sums = _combined(sums, PARTS, PIECES, NORM_PIECES, True)
+    sums = _combined(sums, PARTS, PART_RUN, PIECES, NORM_PIECES, True)
 
     outputs, maxima = (), ()
     for part in tl.static_range(PARTS):
@@ -668,7 +681,7 @@ def gated_rmsnorm_quant_kernel(
         y = _rounded(y, OUTPUT_ROUNDING, PTX)
         outputs += (y,)
         maxima += (_row_maxima(y, ROWS, LANES),)
-    scales = _combined(maxima, PARTS, PIECES, GROUP_PIECES, False)
+    scales = _combined(maxima, PARTS, PART_RUN, PIECES, GROUP_PIECES, False)
 
     for part in tl.static_range(PARTS):
         scale = _scale_step(scales[part], negative_zero, STEP_0, OPERAND_0)
@@ -684,14 +697,17 @@ def gated_rmsnorm_quant_kernel(
         else:
             codes = _fp8_bytes(scaled, CAST == "float8_e4m3fnuz by bits")
 
-        written = _place(tile, part, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES)
+        written = _place(
+            tile, part, row, num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, PART_RUN
+        )
         code_ptrs = _locate(codes_ptr, tile, written, inside, 0, 0, 1, 0, HIDDEN, UNITS, UNIT, HIDDEN, 0)
         if MASKED:
             tl.store(code_ptrs, codes, mask=written[4][:, None])
         else:
             tl.store(code_ptrs, codes)
         token, start, column, flat, exists = _place(
-            tile, part, tl.arange(0, ROWS), num_units, UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES
+            tile, part, tl.arange(0, ROWS), num_units,
+            UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, PART_RUN,
         )
         if SCALES_FLAT:
             offsets = tl.cast(tile, tl.int64) * (UNITS * UNIT // GROUP) + flat // GROUP

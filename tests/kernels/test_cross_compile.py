@@ -41,6 +41,9 @@ SPECS = {
     "mamba2": dataclasses.replace(
         BASE, hidden_size=8192, norm_size=1024, norm_before_gate=False, roundings=("output:bfloat16",)
     ),
+    "olmo per token": dataclasses.replace(
+        BASE, hidden_size=5760, head_dim=192, norm_size=192, group_size=5760, granularity="token"
+    ),
     "per token": dataclasses.replace(BASE, group_size=4096, granularity="token"),
     "ue8m0": dataclasses.replace(
         BASE, quant=QuantSpec((("div", 448.0), ("max", 1e-10), ("exp2_ceil_log2",)), clamp=448.0)
