@@ -82,7 +82,7 @@ LISTINGS = {
     ),
 }  # fmt: skip
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
-            torch.float8_e4m3fnuz: "*fp8e4b8"}  # fmt: skip
+            torch.float8_e4m3fnuz: "*fp8e4b8", torch.uint8: "*u8"}  # fmt: skip
 
 
 def compile_for(spec: FusedSpec, listing: Listing, num_tokens: int) -> triton.compiler.CompiledKernel:
@@ -137,7 +137,7 @@ def test_listing(name: str, architecture: str, tmp_path: Path) -> None:
     assert spilled_bytes(compiled, listing, tmp_path) == 0
     # x and gate, at least; nothing narrower is read from them.
     assert len(re.findall(listing.wide_load, text)) >= 2, text[:2000]
-    assert re.search(listing.conversion, text)
+    assert re.search(listing.conversion, text) or listing.fp8_dtype not in listing.machine.hardware_fp8
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -155,7 +155,8 @@ def test_small_launches_fit_too(tmp_path: Path) -> None:
         compiled = compile_for(BASE, listing, num_tokens=1)
         assert spilled_bytes(compiled, listing, tmp_path) == 0
         assert re.search(listing.wide_load, compiled.asm[listing.assembly])
-        assert re.search(listing.conversion, compiled.asm[listing.assembly])
+        text = compiled.asm[listing.assembly]
+        assert re.search(listing.conversion, text) or listing.fp8_dtype not in listing.machine.hardware_fp8
 
 
 def test_divisions_are_those_of_the_form() -> None:
