@@ -288,7 +288,7 @@ def plan(
 
 
 def _activation_division(spec: FusedSpec, gate_dtype: torch.dtype, formula: _Formula, machine: Architecture) -> str:
-    """How the activation divides; see ``_activated`` in the kernel."""
+    """How the activation divides; see ``activation_of`` in ``eager_arithmetic.py``."""
     if not machine.ptx or gate_dtype == torch.float32:
         return "ieee"
     return "approximate" if spec.norm_before_gate and formula.smallest_scale >= SMALLEST_FACTOR else "scaled"

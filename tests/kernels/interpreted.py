@@ -15,8 +15,9 @@ import torch
 
 from gdn_backend.exactness import measure_distance
 from gdn_backend.kernels.configs import describe
+from gdn_backend.kernels.eager_arithmetic import USE_LIBDEVICE
 from gdn_backend.kernels.gated_rmsnorm_quant import plan
-from gdn_backend.kernels.gated_rmsnorm_quant_kernel import USE_LIBDEVICE, gated_rmsnorm_quant_kernel
+from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel
 from gdn_backend.kernels.reference import reference
 from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs
 from gdn_backend.ops.spec import FusedSpec, QuantSpec

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from gdn_backend.kernels.configs import describe
+from gdn_backend.kernels.eager_arithmetic import activation_of
 from gdn_backend.kernels.gated_rmsnorm_quant import launch, plan, supports
-from gdn_backend.kernels.gated_rmsnorm_quant_kernel import _activated, gated_rmsnorm_quant_kernel
+from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel
 from gdn_backend.kernels.reference import reference
 from gdn_backend.ops.dispatch import Operands
 from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs
@@ -281,7 +282,7 @@ def test_more_than_2_to_the_31_elements() -> None:
 def _activation_kernel(gate_ptr, out_ptr, ACTIVATION: tl.constexpr, DIVISION: tl.constexpr, BLOCK: tl.constexpr):
     offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + offsets).to(tl.float32)
-    tl.store(out_ptr + offsets, _activated(gate, ACTIVATION, DIVISION))
+    tl.store(out_ptr + offsets, activation_of(gate, ACTIVATION, DIVISION))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
