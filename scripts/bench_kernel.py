@@ -23,10 +23,14 @@ import dataclasses
 import datetime
 import functools
 import json
+import math
 import multiprocessing
 import os
+import shutil
 import statistics
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -42,7 +46,7 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from gdn_backend.exactness import measure_distance  # noqa: E402
+from gdn_backend.exactness import Distance, measure_distance  # noqa: E402
 from gdn_backend.kernels.reference import quantise, reference, rms_norm_gated  # noqa: E402
 from gdn_backend.ops.call import encode_call  # noqa: E402
 from gdn_backend.ops.gated_rmsnorm_quant import gated_rmsnorm_fp8_quant_op  # noqa: E402
@@ -58,6 +62,7 @@ MAMBA2 = dataclasses.replace(
 )
 EPS = 1e-6
 ROUNDS = 5
+CLOCKED = (8192, 65536)  # token counts where clock and power are looked at
 L2_BYTES = 200_000_000  # several times any GPU's
 RESULTS = ROOT / "scripts" / "results"
 
@@ -273,9 +278,33 @@ def replay(graph: torch.cuda.CUDAGraph, count: int) -> float:
     return statistics.median(times)
 
 
+def launches_of_a_graph(num_buffers: int) -> int:
+    """How many launches a graph holds."""
+    return max(num_buffers, 100 if num_buffers == 1 else 10)
+
+
+def busy_clock(launches: list[Launch]) -> str:
+    """What ``nvidia-smi`` says of clock and power half a second into running one provider; "" where there is none.
+
+    What computes more also draws more, and a GPU at its limit lowers the clock: then times of long launches are its.
+    """
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    count = launches_of_a_graph(len(launches))
+    graph = capture(launches, count)
+    for _ in range(math.ceil(2e6 / (count * replay(graph, count)))):
+        graph.replay()
+    time.sleep(0.5)
+    uuid = torch.cuda.get_device_properties().uuid
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader", f"--id=GPU-{uuid}"]
+    said = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+    torch.cuda.synchronize()
+    return said
+
+
 def time_interleaved(named: dict[str, list[Launch]], num_buffers: int) -> dict[str, list[float]]:
     """Microseconds of each provider in each round, one provider after the other in every round."""
-    count = max(num_buffers, 100 if num_buffers == 1 else 10)
+    count = launches_of_a_graph(num_buffers)
     graphs = {name: capture(launches, count) for name, launches in named.items()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for graph in graphs.values():
@@ -286,14 +315,17 @@ def time_interleaved(named: dict[str, list[Launch]], num_buffers: int) -> dict[s
     return times
 
 
-def off_from_eager(case: Case, launch: Launch, b: Buffers) -> tuple[bool, str]:
-    """Whether a provider's result is exact, and how far from eager it is."""
+def distance_from_eager(case: Case, launch: Launch, b: Buffers) -> Distance:
+    """How far a provider's result is from eager's."""
     with torch.no_grad():
         codes, scales = launch()
         eager = reference(b.x, b.gate, b.weight, None, EPS, case.spec)
-    distance = measure_distance(codes, scales, *eager)
-    exact = distance.is_exact(case.spec.rounding("output") or torch.float32)
-    return exact, f"{distance.codes_off}/{distance.codes} codes, {distance.scales_off}/{distance.scales} scales"
+    return measure_distance(codes, scales, *eager)
+
+
+def counts(distance: Distance) -> str:
+    """How many codes and scales differ."""
+    return f"{distance.codes_off}/{distance.codes} codes, {distance.scales_off}/{distance.scales} scales"
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -301,13 +333,14 @@ def measure(case: Case) -> dict[str, Any]:
     torch.compiler.reset()
     buffers = make_buffers(case)
     named = providers(case, buffers)
-    exact, distance = off_from_eager(case, named["fused"][0], buffers[0])
-    if not exact:
-        return {"case": case.label, "failed": f"not exact: {distance}"}
-    inductor_distance = off_from_eager(case, named["inductor"][0], buffers[0])[1]
+    distance = distance_from_eager(case, named["fused"][0], buffers[0])
+    if not distance.is_exact(case.spec.rounding("output") or torch.float32):
+        return {"case": case.label, "failed": f"not exact: {distance.render()}"}
+    inductor_distance = distance_from_eager(case, named["inductor"][0], buffers[0])
     times = time_interleaved(named | copies(case, buffers), len(buffers))
     copy = min((name for name in times if name.startswith("copy")), key=lambda name: statistics.median(times[name]))
     kept = {name: times[name] for name in named} | {"copy": times[copy]}
+    clocked = {"fused": named["fused"], "copy": copies(case, buffers)[copy]} if case.num_tokens in CLOCKED else {}
     return {
         "case": case.label,
         "shape": case.name,
@@ -318,8 +351,9 @@ def measure(case: Case) -> dict[str, Any]:
             name: {"median": statistics.median(values), "low": min(values), "high": max(values)}
             for name, values in kept.items()
         },
-        "fused_from_eager": distance,
-        "inductor_from_eager": inductor_distance,
+        "fused_from_eager": counts(distance),
+        "inductor_from_eager": counts(inductor_distance),
+        "clocks": {name: busy_clock(launches) for name, launches in clocked.items()},
     }
 
 

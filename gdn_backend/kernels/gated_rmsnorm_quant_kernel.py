@@ -8,7 +8,7 @@ values, where a thread holds all chunks of its columns, so that most of a reduct
 maxima of pieces are then combined to those of norms and groups (:func:`combined_over_units`).
 
 **Bytes.** Everything is eager's, in eager's order (``eager_arithmetic.py``). The sum of squares runs in the order of
-PyTorch's own reduction kernel for norms of 128 (``tile_reductions.py``).
+PyTorch's own reduction kernel for norms of 128 and 192 (``tile_reductions.py``).
 """
 
 # mypy: disable-error-code="no-untyped-def, no-redef, assignment"
@@ -27,7 +27,7 @@ from gdn_backend.kernels.eager_arithmetic import (
     scale_step,
     scaled_to_codes,
 )
-from gdn_backend.kernels.tile_reductions import combined_over_units, row_maxima, row_sums, to_lines
+from gdn_backend.kernels.tile_reductions import combined_over_units, row_maxima, row_sums, sums_over_192, to_lines
 
 
 @triton.jit
@@ -239,9 +239,12 @@ def gated_rmsnorm_quant_kernel(
     LINES: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = PIECE // CHUNKS
     UNITS_PER_TOKEN: tl.constexpr = HIDDEN // UNIT
+    SUMS_OVER_192: tl.constexpr = NORM == 192 and PIECE == 64 and PARTS == 3
     # A product contracted with the sum that it goes into is an instruction less. Exact squares take no harm, and where
     # the order of the sum is not eager's, what each square is rounded to is no matter either.
-    CONTRACT_SQUARES: tl.constexpr = (NORM_FIRST and x_ptr.dtype.element_ty != tl.float32) or NORM != 128
+    CONTRACT_SQUARES: tl.constexpr = (NORM_FIRST and x_ptr.dtype.element_ty != tl.float32) or not (
+        NORM == 128 or SUMS_OVER_192
+    )
     negative_zero = tl.cast(eps, tl.float32) * 0.0 * -1.0
 
     # Masks are needed where a tile can reach beyond the last unit.
@@ -269,18 +272,22 @@ def gated_rmsnorm_quant_kernel(
         )
     shift, mask = _once_loads_are_issued(tile, PTX)
 
-    activations, normed, sums = (), (), ()
+    activations, normed, squares, sums = (), (), (), ()
     for part in tl.static_range(PARTS):
         x = _widened(x_parts[part], shift, mask, PTX)
         activated = activation_of(_widened(gate_parts[part], shift, mask, PTX), ACTIVATION, ACTIVATION_DIVISION)
         activated = rounded(activated, ACTIVATION_ROUNDING, PTX)
         if not NORM_FIRST:
             x = rounded(x * activated, GATED_ROUNDING, PTX)
-        squares = x * x if CONTRACT_SQUARES else tl.fma(x, x, negative_zero)
         activations += (activated,)
         normed += (x,)
-        sums += (row_sums(squares, ROWS),)
-    sums = combined_over_units(sums, PARTS, PART_RUN, PIECES, NORM_PIECES, True)
+        squares += (x * x if CONTRACT_SQUARES else tl.fma(x, x, negative_zero),)
+    if SUMS_OVER_192:
+        sums = sums_over_192(squares, ROWS, PART_RUN)
+    else:
+        for part in tl.static_range(PARTS):
+            sums += (row_sums(squares[part], ROWS),)
+        sums = combined_over_units(sums, PARTS, PART_RUN, PIECES, NORM_PIECES, True)
 
     outputs, maxima = (), ()
     for part in tl.static_range(PARTS):

@@ -26,15 +26,53 @@ def row_sums(values, ROWS: tl.constexpr):
     The order is that of PyTorch's reduction over 128 contiguous fp32 values: four neighbours one after the other, then
     the 32 results halved five times, each with the one half the width away.
     """
-    CHUNKS: tl.constexpr = values.shape[0] // ROWS
-    WIDTH: tl.constexpr = values.shape[1]
-    columns = tl.reduce(tl.reshape(values, [CHUNKS * ROWS, WIDTH // 4, 4]), 2, _sum)
+    return _halved(_of_four_neighbours(values), ROWS)
+
+
+@triton.jit
+def _of_four_neighbours(values):
+    return tl.reduce(tl.reshape(values, [values.shape[0], values.shape[1] // 4, 4]), 2, _sum)
+
+
+@triton.jit
+def _halved(columns, ROWS: tl.constexpr):
+    """Sums over the columns and chunks of ``[CHUNKS * ROWS, columns]``, each time with the one half the width away."""
+    CHUNKS: tl.constexpr = columns.shape[0] // ROWS
+    WIDTH: tl.constexpr = columns.shape[1]
     if CHUNKS == 4:
-        columns = tl.reduce(tl.reshape(columns, [2, 2 * ROWS, WIDTH // 4]), 0, _sum)
+        columns = tl.reduce(tl.reshape(columns, [2, 2 * ROWS, WIDTH]), 0, _sum)
     if CHUNKS >= 2:
-        columns = tl.reduce(tl.reshape(columns, [2, ROWS, WIDTH // 4]), 0, _sum)
-    pairs = tl.reduce(tl.reshape(columns, [ROWS, WIDTH // 8, 2]), 1, _sum)
+        columns = tl.reduce(tl.reshape(columns, [2, ROWS, WIDTH]), 0, _sum)
+    pairs = tl.reduce(tl.reshape(columns, [ROWS, WIDTH // 2, 2]), 1, _sum)
     return tl.reduce(pairs, 1, _sum)
+
+
+@triton.jit
+def sums_over_192(values, ROWS: tl.constexpr, PART_RUN: tl.constexpr):
+    """Sums over norms of three pieces of 64 in three parts, for each part ``[ROWS]``.
+
+    The order is that of PyTorch's reduction over 192 contiguous fp32 values (``input_vectorized_thread_reduce_impl`` in
+    its Reduce.cuh): the last 64 are added to the first 64 one by one; then all goes on as with 128.
+    """
+    if PART_RUN == 1:  # each norm has a piece of each part
+        first = _of_four_neighbours(values[0] + values[2])
+        second = _of_four_neighbours(values[1])
+        total = _halved(first + second, ROWS)
+        return total, total, total
+    else:  # pieces 0 1 | 2 3 | 4 5 of two norms
+        tl.static_assert(PART_RUN == 2)
+        LINES: tl.constexpr = values[0].shape[0]
+        is_even = (tl.arange(0, LINES) % 2 == 0)[:, None]
+        # Even rows: pieces 0 and 2, and piece 4, which is the second of the other norm; odd rows: 3 and 5, and 1.
+        first = _of_four_neighbours(values[1] + tl.where(is_even, values[0], values[2]))
+        second = _of_four_neighbours(tl.where(is_even, values[2], values[0]))
+        shape: tl.constexpr = [LINES // 2, 2, first.shape[1]]
+        even = _halved(tl.reduce(tl.reshape(tl.where(is_even, first, second), shape), 1, _sum), ROWS // 2)
+        odd = _halved(tl.reduce(tl.reshape(tl.where(is_even, second, first), shape), 1, _sum), ROWS // 2)
+        both = tl.where(tl.arange(0, 2)[None, :] == 0, even[:, None], odd[:, None])
+        of_even = tl.reshape(tl.broadcast_to(even[:, None], both.shape), [ROWS])
+        of_odd = tl.reshape(tl.broadcast_to(odd[:, None], both.shape), [ROWS])
+        return of_even, tl.reshape(both, [ROWS]), of_odd
 
 
 @triton.jit

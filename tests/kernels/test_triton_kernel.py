@@ -85,9 +85,10 @@ def test_every_form_gives_eagers_bytes(name: str) -> None:
     check(spec, x, gate, weight)
 
 
-def test_small_inputs_are_byte_equal() -> None:
-    for seed in range(4):
-        distance = check(BASE, *inputs(BASE, 33, seed=seed))
+@pytest.mark.parametrize("name", ["qwen", "olmo", "olmo per token"])
+def test_norms_that_are_summed_in_eagers_order_are_byte_equal(name: str) -> None:
+    for seed, num_tokens in enumerate((1, 33, 2051, 8192)):
+        distance = check(SPECS[name], *inputs(SPECS[name], num_tokens, seed=seed))
         assert (distance.codes_off, distance.scales_off) == (0, 0)
 
 
