@@ -42,6 +42,7 @@ import triton
 import triton.language as tl
 from rich.console import Console
 from rich.table import Table
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -367,6 +368,12 @@ def warm(case: Case) -> None:
     torch.cuda.synchronize()
 
 
+def forget_choices() -> None:
+    """Have Inductor choose its launch configurations again: for :func:`warm` it timed them while others ran."""
+    for choice in Path(cache_dir()).rglob("*.best_config"):
+        choice.unlink()
+
+
 def ratios(result: dict[str, Any]) -> dict[str, float]:
     """Fused over copy, Inductor and opaque quant over fused, exact over fp32."""
     median = {name: times["median"] for name, times in result["microseconds"].items()}
@@ -466,6 +473,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(warm, cases(options.quick)))
+    forget_choices()
     for case in cases(options.quick):
         results.append(measure(case))
         torch.cuda.empty_cache()

@@ -55,7 +55,8 @@ class Regimes:
     parts: tuple[Regime, ...]  # units of several parts
 
 
-#: From the sweeps of scripts/tune_kernel.py on an H200 (scripts/results/tune_kernel.json).
+#: From a sweep of scripts/tune_kernel.py on an H200 (scripts/results/tune_kernel.json, when programs could still take
+#: several tiles, which none of these do).
 SM90 = Regimes(
     heads=(
         # T <= 8 (of 32 heads of 128): latency counts. Four values a thread make the shortest program, and a warp then
