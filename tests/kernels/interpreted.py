@@ -14,6 +14,8 @@ import random
 import sys
 
 import torch
+import triton
+import triton.language as tl
 
 from gdn_backend.exactness import measure_distance
 from gdn_backend.kernels.configs import LaunchConfig, describe
@@ -21,6 +23,7 @@ from gdn_backend.kernels.eager_arithmetic import USE_LIBDEVICE
 from gdn_backend.kernels.gated_rmsnorm_quant import plan
 from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel
 from gdn_backend.kernels.reference import reference
+from gdn_backend.kernels.tile_reductions import sums_over_192
 from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs
 from gdn_backend.ops.spec import FusedSpec, QuantSpec
 from tests.kernels.specs import ONE, SPECS, change, dtype_before_quantisation
@@ -123,12 +126,38 @@ def poisoned(x: torch.Tensor, spec: FusedSpec) -> tuple[torch.Tensor, torch.Tens
     return codes, scales
 
 
+@triton.jit
+def _sums_over_192(values_ptr, sums_ptr, PART_RUN: tl.constexpr):
+    """Four norms of 192, cut as the fused kernel cuts them; the sum that each of the 12 pieces belongs to."""
+    row = tl.arange(0, 4)
+    values, places = (), ()
+    for part in tl.static_range(3):
+        piece = row * 3 + part if PART_RUN == 1 else row // 2 * 6 + part * 2 + row % 2
+        values += (tl.load(values_ptr + piece[:, None] * 64 + tl.arange(0, 64)[None, :]),)
+        places += (sums_ptr + piece,)
+    sums = sums_over_192(values, 4, PART_RUN)
+    for part in tl.static_range(3):
+        tl.store(places[part], sums[part])
+
+
+def order_of_192(part_run: int) -> list[str]:
+    """What is added to what first, seen by numbers that are lost beside 2^24 one at a time, but not two at once."""
+    values, sums = torch.zeros(4, 192), torch.zeros(4, 3)
+    values[:, 0] = 2.0**24
+    values[:, 128:130] = 1.0  # lost: each is added to a number of the first 64
+    values[:, 70] = torch.tensor([0.0, 4.0, 8.0, 12.0])
+    _sums_over_192[(1,)](values, sums, part_run)
+    expected = (values[:, 0] + values[:, 70])[:, None].expand(4, 3)
+    return [] if torch.equal(sums, expected) else [f"{sums.tolist()}, expected {expected.tolist()}"]
+
+
 def main() -> int:
     assert not USE_LIBDEVICE, "Triton does not interpret"
     torch.manual_seed(0)
     specs = {name: in_fp16(spec) for name, spec in SPECS.items() if name not in LEFT_OUT}
     found = {name: run(spec, is_strided=False) for name, spec in specs.items()}
     found |= {f"{name}, strided gate": run(specs[name], is_strided=True) for name in ("qwen", "olmo")}
+    found |= {f"order of 192, runs of {part_run}": order_of_192(part_run) for part_run in (1, 2)}
     rng = random.Random(0)
     found |= dict(random_case(rng) for _ in range(RANDOM_CASES))
     print(json.dumps(found))

@@ -25,5 +25,5 @@ def test_every_spec_and_random_ones_are_exact() -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) >= len(SPECS) - 2 + RANDOM_CASES - 5  # some are drawn twice
+    assert len(found) >= len(SPECS) + RANDOM_CASES - 5  # some of the random ones are drawn twice
     assert {name: distance for name, distance in found.items() if distance} == {}
