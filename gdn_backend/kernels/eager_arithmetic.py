@@ -92,18 +92,32 @@ def _exp2(value):
 
 
 @triton.jit
-def _one_plus_exp(value):
-    """1 + exp(value), fp32, by PTX: CUDA's expf, instruction by instruction, its last product and the sum in one fma.
+def _one_plus_exp(value, QUARTER: tl.constexpr):
+    """1 + exp(value), fp32, or a quarter of it, by PTX: CUDA's expf, its last product and the sum in one fma.
 
-    That product is exact (by a power of two) where the sum can tell, so the fma changes nothing.
+    That product is exact (by a power of two) where the sum can tell, so the fma changes nothing. A quarter takes two
+    from the power, by 1/2 - 2/252 for 1/2 in the first line. Of values over 127 / log2(e), which CUDA's caps the power
+    of, the last bit can differ then; of those that bfloat16 has none does.
     """
+    if QUARTER:
+        HALF: tl.constexpr = "0f3EFBEFBF"
+        SHIFT: tl.constexpr = "0fCB40007D"
+        ONE: tl.constexpr = "0f3E800000"
+    else:
+        HALF: tl.constexpr = "0f3F000000"
+        SHIFT: tl.constexpr = "0fCB40007F"
+        ONE: tl.constexpr = "0f3F800000"
     return tl.inline_asm_elementwise(
         """{
         .reg .f32 t, j, u;
         .reg .b32 power;
-        fma.rn.ftz.sat.f32 t, $1, 0f3BBB989D, 0f3F000000;
+        fma.rn.ftz.sat.f32 t, $1, 0f3BBB989D, """
+        + HALF
+        + """;
         fma.rm.ftz.f32 j, t, 0f437C0000, 0f4B400001;
-        add.rn.f32 t, j, 0fCB40007F;
+        add.rn.f32 t, j, """
+        + SHIFT
+        + """;
         neg.f32 t, t;
         fma.rn.f32 u, $1, 0f3FB8AA3B, t;
         fma.rn.f32 u, $1, 0f32A57060, u;
@@ -111,7 +125,9 @@ def _one_plus_exp(value):
         mov.b32 power, j;
         shl.b32 power, power, 23;
         mov.b32 j, power;
-        fma.rn.f32 $0, u, j, 0f3F800000;
+        fma.rn.f32 $0, u, j, """
+        + ONE
+        + """;
         }""",
         "=f,f",
         [value],
@@ -137,7 +153,8 @@ def activation_of(gate, ACTIVATION: tl.constexpr, DIVISION: tl.constexpr):
     remainder step (Markstein), on a quarter of numerator and denominator, which keeps the reciprocal normal. The
     remainder is taken negative so that a zero keeps its sign, and held below a bound that only NaN passes: there the
     estimate is right already (x / inf, inf / 1). Every bf16 and fp16 gate gives the division's own bytes, by test.
-    "approximate" saves two instructions: magnitudes below 2^-118 (gates below -87) come out as zeros.
+    "scaled bfloat16" saves three instructions by an exp of its own, for bf16 gates only. "approximate" saves another:
+    magnitudes below 2^-118 (gates below -87) come out as zeros.
     """
     if ACTIVATION == "silu":
         numerator = gate
@@ -146,11 +163,12 @@ def activation_of(gate, ACTIVATION: tl.constexpr, DIVISION: tl.constexpr):
     if DIVISION == "ieee":
         return tl.div_rn(numerator, 1.0 + _exp(gate * -1.0))
     else:
-        if DIVISION == "scaled":
+        if DIVISION != "approximate":
             numerator *= 0.25
+        if DIVISION == "scaled":
             denominator = tl.fma(_exp(gate * -1.0), 0.25, 0.25)
         else:
-            denominator = _one_plus_exp(gate * -1.0)
+            denominator = _one_plus_exp(gate * -1.0, DIVISION == "scaled bfloat16")
         reciprocal = _approximate_reciprocal(denominator)
         estimate = numerator * reciprocal
         remainder = tl.minimum(tl.fma(estimate, denominator, numerator * -1.0), 1e37)

@@ -26,8 +26,6 @@ LARGEST_TILE = 16384
 SMALLEST_PIECE = 16
 #: Each part is code of its own; beyond, padding to a power of two costs less.
 MOST_PARTS = 5
-#: Norms whose squares are added in the order of PyTorch's reduction kernel.
-SUMMED_AS_EAGER = 128
 #: From here on divisions by a factor need no care for subnormal numbers, and magnitudes below 2^-118 give zero codes.
 SMALLEST_FACTOR = 2.0**-90
 #: Beyond these magnitudes the cast of eager gives NaN: the FP8 maximum and half a step.
@@ -134,8 +132,10 @@ class _Geometry:
         parts = count // run
         if parts > MOST_PARTS:
             parts, run = 1, triton.next_power_of_2(count)
-        if spec.group_size == unit and 1 < _odd_factor(of_a_norm) <= MOST_PARTS:
-            # Each norm is spread over all parts, so that its sum is one of numbers that a thread has.
+        of_pairs = of_a_norm % 2 == 1 and spec.group_size == 2 * piece
+        if 1 < _odd_factor(of_a_norm) <= MOST_PARTS and (spec.group_size == unit or of_pairs or spec.norm_size == 192):
+            # Each norm is spread over all parts, so that its sum is one of numbers that a thread has, and those of 192
+            # in eager's order.
             parts = _odd_factor(of_a_norm)
             run = of_a_norm // parts
         pieces = triton.next_power_of_2(count // parts)
@@ -144,6 +144,12 @@ class _Geometry:
             parts * pieces if size == unit else size // piece for size in (spec.norm_size, spec.group_size)
         )
         return _Geometry(unit, piece, parts, pieces, run, norm_pieces, group_pieces)
+
+    @property
+    def sums_as_eager(self) -> bool:
+        """Whether squares are added in the order of PyTorch's own kernel (``tile_reductions.py``)."""
+        whole = (self.piece, self.norm_pieces) == (128, 1)
+        return whole or (self.piece, self.norm_pieces, self.parts, self.run) == (64, 3, 3, 1)
 
 
 def _odd_factor(count: int) -> int:
@@ -188,8 +194,11 @@ def supports(spec: FusedSpec, operands: Operands) -> str | None:
         )
     if geometry.parts * geometry.pieces * geometry.piece > LARGEST_TILE:
         return f"{geometry.unit} values have to be held at once; at most {LARGEST_TILE} fit"
-    if spec.shows_summation_order and spec.norm_size != SUMMED_AS_EAGER:
-        return f"norms of {spec.norm_size} are not summed in eager's order, and in fp32 no rounding hides that"
+    if spec.shows_summation_order and not geometry.sums_as_eager:
+        return (
+            f"norms of {spec.norm_size} with groups of {spec.group_size} are not summed in eager's order, and in fp32 "
+            "no rounding hides that"
+        )
     quant = spec.quant.resolve(spec.torch_fp8_dtype)
     for name, steps, slots in (
         ("scale", quant.scale_steps or (), SCALE_SLOTS),
@@ -291,7 +300,9 @@ def _activation_division(spec: FusedSpec, gate_dtype: torch.dtype, formula: _For
     """How the activation divides; see ``activation_of`` in ``eager_arithmetic.py``."""
     if not machine.ptx or gate_dtype == torch.float32:
         return "ieee"
-    return "approximate" if spec.norm_before_gate and formula.smallest_scale >= SMALLEST_FACTOR else "scaled"
+    if spec.norm_before_gate and formula.smallest_scale >= SMALLEST_FACTOR:
+        return "approximate"
+    return "scaled bfloat16" if gate_dtype == torch.bfloat16 else "scaled"
 
 
 def _readable(tensor: torch.Tensor, hidden_size: int, piece: int) -> tuple[torch.Tensor, _RowLayout]:
@@ -315,6 +326,7 @@ def _constants(
         "PIECES": geometry.pieces,
         "PARTS": geometry.parts,
         "PART_RUN": geometry.run,
+        "SUMS_AS_EAGER": geometry.sums_as_eager,
         "NORM_PIECES": geometry.norm_pieces,
         "GROUP_PIECES": geometry.group_pieces,
         "WEIGHT_SIZE": 0 if weight is None else weight.numel(),

@@ -108,14 +108,15 @@ def _locate(
             token_offset = (token // inner_tokens) * outer_stride + (token % inner_tokens) * token_stride
         else:
             token_offset = token * token_stride
-        if SCALAR and (UNITS * UNIT) % RUN == 0:
-            pointer += token_offset + tl.cast(start // RUN, tl.int64) * run_stride
+        if SCALAR:
+            pointer += token_offset
             token_offset = 0
+        if RUN == HIDDEN:
+            offsets = token_offset + start + column
+        elif SCALAR and (UNITS * UNIT) % RUN == 0:
+            offsets = (start // RUN + column // RUN).to(tl.int64) * run_stride + column % RUN
         else:
             column += start
-        if RUN == HIDDEN:
-            offsets = token_offset + column
-        else:
             offsets = token_offset + (column // RUN).to(tl.int64) * run_stride + column % RUN
         return pointer + tl.max_contiguous(offsets[:, None] + inside, [1, 8])
 
@@ -218,7 +219,7 @@ def gated_rmsnorm_quant_kernel(
     scale_token_stride, scale_group_stride,
     HIDDEN: tl.constexpr, NORM: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, PARTS: tl.constexpr, PART_RUN: tl.constexpr,
-    NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
+    SUMS_AS_EAGER: tl.constexpr, NORM_PIECES: tl.constexpr, GROUP_PIECES: tl.constexpr,
     CHUNKS: tl.constexpr, UNITS: tl.constexpr, LANES: tl.constexpr, SCALES_FLAT: tl.constexpr,
     X_RUN: tl.constexpr, X_LEVELS: tl.constexpr, GATE_RUN: tl.constexpr, GATE_LEVELS: tl.constexpr,
     WEIGHT_SIZE: tl.constexpr, BIAS_SIZE: tl.constexpr, WEIGHT_OFFSET: tl.constexpr, NORM_FIRST: tl.constexpr,
@@ -239,12 +240,9 @@ def gated_rmsnorm_quant_kernel(
     LINES: tl.constexpr = CHUNKS * ROWS
     WIDTH: tl.constexpr = PIECE // CHUNKS
     UNITS_PER_TOKEN: tl.constexpr = HIDDEN // UNIT
-    SUMS_OVER_192: tl.constexpr = NORM == 192 and PIECE == 64 and PARTS == 3
     # A product contracted with the sum that it goes into is an instruction less. Exact squares take no harm, and where
     # the order of the sum is not eager's, what each square is rounded to is no matter either.
-    CONTRACT_SQUARES: tl.constexpr = (NORM_FIRST and x_ptr.dtype.element_ty != tl.float32) or not (
-        NORM == 128 or SUMS_OVER_192
-    )
+    CONTRACT_SQUARES: tl.constexpr = (NORM_FIRST and x_ptr.dtype.element_ty != tl.float32) or not SUMS_AS_EAGER
     negative_zero = tl.cast(eps, tl.float32) * 0.0 * -1.0
 
     # Masks are needed where a tile can reach beyond the last unit.
@@ -282,8 +280,8 @@ def gated_rmsnorm_quant_kernel(
         activations += (activated,)
         normed += (x,)
         squares += (x * x if CONTRACT_SQUARES else tl.fma(x, x, negative_zero),)
-    if SUMS_OVER_192:
-        sums = sums_over_192(squares, ROWS, PART_RUN)
+    if SUMS_AS_EAGER and NORM == 192:
+        sums = sums_over_192(squares, ROWS)
     else:
         for part in tl.static_range(PARTS):
             sums += (row_sums(squares[part], ROWS),)
@@ -305,12 +303,12 @@ def gated_rmsnorm_quant_kernel(
         else:
             y = rounded(y, NORM_ROUNDING, PTX)
             if WEIGHT_SIZE > 0:
-                factors = weight[part].to(tl.float32)
+                factors = _widened(weight[part], shift, mask, PTX)
                 if WEIGHT_OFFSET != 0.0:
                     factors = rounded(factors + WEIGHT_OFFSET, OFFSET_ROUNDING, PTX)
                 y = rounded(tl.fma(y, factors, negative_zero), WEIGHT_ROUNDING, PTX)
         if BIAS_SIZE > 0:
-            y = rounded(y + bias[part].to(tl.float32), BIAS_ROUNDING, PTX)
+            y = rounded(y + _widened(bias[part], shift, mask, PTX), BIAS_ROUNDING, PTX)
         if NORM_FIRST:
             y = y * activations[part]
         y = rounded(y, OUTPUT_ROUNDING, PTX)
@@ -344,9 +342,17 @@ def gated_rmsnorm_quant_kernel(
             tile, part, tl.arange(0, ROWS), num_units,
             UNITS, UNITS_PER_TOKEN, UNIT, PIECE, PIECES, PARTS, PART_RUN,
         )
+        # What is the same for the whole tile goes to the pointer, as in _locate.
+        scale_ptrs = scales_ptr
         if SCALES_FLAT:
-            offsets = tl.cast(tile, tl.int64) * (UNITS * UNIT // GROUP) + flat // GROUP
+            scale_ptrs += tl.cast(tile, tl.int64) * (UNITS * UNIT // GROUP)
+            offsets = flat // GROUP
         else:
-            group = start // GROUP + column // GROUP
-            offsets = tl.cast(token, tl.int64) * scale_token_stride + group.to(tl.int64) * scale_group_stride
-        _store_scales(scales_ptr, offsets, scale, exists & (flat % GROUP == 0), LANES)
+            offsets = (column // GROUP).to(tl.int64) * scale_group_stride
+            token_offset = tl.cast(token, tl.int64) * scale_token_stride
+            if UNITS_PER_TOKEN % UNITS == 0:
+                scale_ptrs += token_offset + tl.cast(start // GROUP, tl.int64) * scale_group_stride
+            else:
+                offsets += token_offset
+        first = flat % GROUP == 0
+        _store_scales(scale_ptrs, offsets, scale, exists & first if MASKED else first, LANES)

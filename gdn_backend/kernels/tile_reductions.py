@@ -48,31 +48,16 @@ def _halved(columns, ROWS: tl.constexpr):
 
 
 @triton.jit
-def sums_over_192(values, ROWS: tl.constexpr, PART_RUN: tl.constexpr):
-    """Sums over norms of three pieces of 64 in three parts, for each part ``[ROWS]``.
+def sums_over_192(values, ROWS: tl.constexpr):
+    """Sums over norms of three pieces of 64, one of each of three parts, for each part ``[ROWS]``.
 
     The order is that of PyTorch's reduction over 192 contiguous fp32 values (``input_vectorized_thread_reduce_impl`` in
     its Reduce.cuh): the last 64 are added to the first 64 one by one; then all goes on as with 128.
     """
-    if PART_RUN == 1:  # each norm has a piece of each part
-        first = _of_four_neighbours(values[0] + values[2])
-        second = _of_four_neighbours(values[1])
-        total = _halved(first + second, ROWS)
-        return total, total, total
-    else:  # pieces 0 1 | 2 3 | 4 5 of two norms
-        tl.static_assert(PART_RUN == 2)
-        LINES: tl.constexpr = values[0].shape[0]
-        is_even = (tl.arange(0, LINES) % 2 == 0)[:, None]
-        # Even rows: pieces 0 and 2, and piece 4, which is the second of the other norm; odd rows: 3 and 5, and 1.
-        first = _of_four_neighbours(values[1] + tl.where(is_even, values[0], values[2]))
-        second = _of_four_neighbours(tl.where(is_even, values[2], values[0]))
-        shape: tl.constexpr = [LINES // 2, 2, first.shape[1]]
-        even = _halved(tl.reduce(tl.reshape(tl.where(is_even, first, second), shape), 1, _sum), ROWS // 2)
-        odd = _halved(tl.reduce(tl.reshape(tl.where(is_even, second, first), shape), 1, _sum), ROWS // 2)
-        both = tl.where(tl.arange(0, 2)[None, :] == 0, even[:, None], odd[:, None])
-        of_even = tl.reshape(tl.broadcast_to(even[:, None], both.shape), [ROWS])
-        of_odd = tl.reshape(tl.broadcast_to(odd[:, None], both.shape), [ROWS])
-        return of_even, tl.reshape(both, [ROWS]), of_odd
+    first = _of_four_neighbours(values[0] + values[2])
+    second = _of_four_neighbours(values[1])
+    total = _halved(first + second, ROWS)
+    return total, total, total
 
 
 @triton.jit
@@ -88,11 +73,11 @@ def row_maxima(values, ROWS: tl.constexpr, LANES: tl.constexpr):
     integers is one instruction on NVIDIA.
     """
     CHUNKS: tl.constexpr = values.shape[0] // ROWS
+    values = tl.abs(values)
     if LANES == 32 and CHUNKS == 1:
-        bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        return tl.reduce(bits, 1, _larger_integer).to(tl.float32, bitcast=True)
+        values = tl.reduce(tl.reshape(values, [ROWS, LANES, values.shape[1] // LANES]), 2, _larger)
+        return tl.reduce(values.to(tl.int32, bitcast=True), 1, _larger_integer).to(tl.float32, bitcast=True)
     else:
-        values = tl.abs(values)
         if CHUNKS > 1:
             values = tl.reduce(tl.reshape(values, [CHUNKS, ROWS, values.shape[1]]), 0, _larger)
         return tl.reduce(values, 1, _larger)
@@ -145,6 +130,70 @@ def _accumulated(a, b, IS_SUM: tl.constexpr):
 
 
 @triton.jit
+def _over_pairs(values, PARTS: tl.constexpr, IS_SUM: tl.constexpr):
+    """:func:`combined_over_units` for pairs of pieces that lie as rows of an odd number of parts.
+
+    In even rows parts 0 1, 2 3, ... belong together, in odd rows 1 2, 3 4, ..., and what is left of the two rows.
+    """
+    ROWS: tl.constexpr = values[0].shape[0]
+    is_even = tl.arange(0, ROWS) % 2 == 0
+    across = _over_neighbours(tl.where(is_even, values[PARTS - 1], values[0]), 2, 2, IS_SUM)
+    combined = (tl.where(is_even, _accumulated(values[0], values[1], IS_SUM), across),)
+    for part in tl.static_range(1, PARTS - 1):
+        partner = tl.where(is_even == (part % 2 == 0), values[part + 1], values[part - 1])
+        combined += (_accumulated(values[part], partner, IS_SUM),)
+    combined += (tl.where(is_even, across, _accumulated(values[PARTS - 2], values[PARTS - 1], IS_SUM)),)
+    return combined
+
+
+@triton.jit
+def _over_any(
+    values,
+    PARTS: tl.constexpr,
+    PART_RUN: tl.constexpr,
+    PIECES: tl.constexpr,
+    PER_GROUP: tl.constexpr,
+    IS_SUM: tl.constexpr,
+):
+    """:func:`combined_over_units` however groups lie: each by itself, with zeros for the pieces that are not its."""
+    UNITS: tl.constexpr = values[0].shape[0] // PIECES
+    row = tl.arange(0, PIECES)[None, :]
+    totals = ()
+    for group in tl.static_range(PARTS * PIECES // PER_GROUP):
+        total = tl.zeros([UNITS], tl.float32)  # neutral for both
+        for part in tl.static_range(PARTS):
+            if _may_share(group, part, PART_RUN, PIECES, PER_GROUP):
+                belongs = _piece_of_unit(row, part, PARTS, PART_RUN) // PER_GROUP == group
+                mine = tl.where(belongs, tl.reshape(values[part], [UNITS, PIECES]), 0.0)
+                if IS_SUM:
+                    total = _accumulated(total, tl.reduce(mine, 1, _sum), IS_SUM)
+                else:
+                    total = _accumulated(total, tl.reduce(mine, 1, _larger), IS_SUM)
+        totals += (total,)
+    combined = ()
+    for part in tl.static_range(PARTS):
+        spread = tl.zeros([UNITS, PIECES], tl.float32)
+        for group in tl.static_range(PARTS * PIECES // PER_GROUP):
+            if _may_share(group, part, PART_RUN, PIECES, PER_GROUP):
+                belongs = _piece_of_unit(row, part, PARTS, PART_RUN) // PER_GROUP == group
+                spread = tl.where(belongs, totals[group][:, None], spread)
+        combined += (tl.reshape(spread, [UNITS * PIECES]),)
+    return combined
+
+
+@triton.jit
+def _piece_of_unit(row, part, PARTS: tl.constexpr, PART_RUN: tl.constexpr):
+    """Which piece of its unit is in a row of a part."""
+    return (row // PART_RUN * PARTS + part) * PART_RUN + row % PART_RUN
+
+
+@triton.constexpr_function
+def _may_share(group, part, part_run, pieces, per_group):
+    """Whether a part has pieces of a group: where it is one run, from the group of its first piece to its last's."""
+    return part_run != pieces or part * pieces // per_group <= group <= (part * pieces + pieces - 1) // per_group
+
+
+@triton.jit
 def combined_over_units(
     values,
     PARTS: tl.constexpr,
@@ -154,39 +203,21 @@ def combined_over_units(
     IS_SUM: tl.constexpr,
 ):
     """:func:`_over_neighbours` for units of PARTS of PIECES pieces; ``values`` and the result are tuples by part."""
-    combined = ()
     if PARTS == 1 or PART_RUN % PER_GROUP == 0:
+        combined = ()
         for part in tl.static_range(PARTS):
             combined += (_over_neighbours(values[part], PIECES, PER_GROUP, IS_SUM),)
+        return combined
     elif PER_GROUP == PARTS * PART_RUN or PER_GROUP == PARTS * PIECES:  # as much of each part
         total = values[0]
         for part in tl.static_range(1, PARTS):
             total = _accumulated(total, values[part], IS_SUM)
         total = _over_neighbours(total, PIECES, PER_GROUP // PARTS, IS_SUM)
+        combined = ()
         for _ in tl.static_range(PARTS):
             combined += (total,)
+        return combined
+    elif PART_RUN == 1 and PER_GROUP == 2 and PARTS % 2 == 1 and PIECES % 2 == 0:
+        return _over_pairs(values, PARTS, IS_SUM)
     else:
-        tl.static_assert(PART_RUN == PIECES)
-        UNITS: tl.constexpr = values[0].shape[0] // PIECES
-        piece = tl.arange(0, PIECES)[None, :]
-        totals = ()
-        for group in tl.static_range(PARTS * PIECES // PER_GROUP):
-            total = tl.zeros([UNITS], tl.float32)  # neutral for both
-            for part in tl.static_range(PARTS):
-                # Groups that this part has pieces of: from the one of its first piece to that of its last.
-                if part * PIECES // PER_GROUP <= group and group <= (part * PIECES + PIECES - 1) // PER_GROUP:
-                    belongs = (part * PIECES + piece) // PER_GROUP == group
-                    mine = tl.where(belongs, tl.reshape(values[part], [UNITS, PIECES]), 0.0)
-                    if IS_SUM:
-                        total = _accumulated(total, tl.reduce(mine, 1, _sum), IS_SUM)
-                    else:
-                        total = _accumulated(total, tl.reduce(mine, 1, _larger), IS_SUM)
-            totals += (total,)
-        for part in tl.static_range(PARTS):
-            spread = tl.zeros([UNITS, PIECES], tl.float32)
-            for group in tl.static_range(PARTS * PIECES // PER_GROUP):
-                if part * PIECES // PER_GROUP <= group and group <= (part * PIECES + PIECES - 1) // PER_GROUP:
-                    belongs = (part * PIECES + piece) // PER_GROUP == group
-                    spread = tl.where(belongs, totals[group][:, None], spread)
-            combined += (tl.reshape(spread, [UNITS * PIECES]),)
-    return combined
+        return _over_any(values, PARTS, PART_RUN, PIECES, PER_GROUP, IS_SUM)

@@ -30,9 +30,12 @@ SPECS = {
     "one plus weight": change(roundings=("offset:bfloat16", *QWEN), weight_offset=1.0),
     "heads of 64": change(hidden_size=1024, head_dim=64, norm_size=64),
     "heads of 96": change(hidden_size=768, head_dim=96, norm_size=96),
+    "heads of 192, groups of 256": change(hidden_size=3072, head_dim=192, norm_size=192, group_size=256),
+    "heads of 320": change(hidden_size=2560, head_dim=320, norm_size=320),
     "heads of 224": change(hidden_size=1792, head_dim=224, norm_size=224),
     "heads of 256": change(hidden_size=2048, head_dim=256, norm_size=256),
     "olmo": change(hidden_size=5760, head_dim=192, norm_size=192),
+    "olmo fp32 chain": change(hidden_size=5760, head_dim=192, norm_size=192, roundings=()),
     "mamba2": change(hidden_size=8192, norm_size=1024, norm_before_gate=False, roundings=ONE),
     "mamba2 decode": change(
         hidden_size=2048, norm_size=512, norm_before_gate=False, roundings=("norm:bfloat16", "weight:bfloat16")

@@ -89,6 +89,10 @@ class TestAuto:
         [
             ({"norm_size": 256}, False),
             ({"norm_size": 128}, True),  # summed in eager's order
+            ({"norm_size": 128, "group_size": 64}, False),
+            ({"hidden_size": 5760, "head_dim": 192, "norm_size": 192}, True),  # as well
+            ({"hidden_size": 3072, "head_dim": 192, "norm_size": 192, "group_size": 256}, True),
+            ({"hidden_size": 3072, "head_dim": 192, "norm_size": 192, "group_size": 32}, False),
             ({"norm_size": 256, "roundings": ("output:bfloat16",)}, True),
             ({"norm_size": 256, "quant": UE8M0}, True),
         ],
