@@ -55,8 +55,7 @@ class Regimes:
     parts: tuple[Regime, ...]  # units of several parts
 
 
-#: From a sweep of scripts/tune_kernel.py on an H200 (scripts/results/tune_kernel.json, when programs could still take
-#: several tiles, which none of these do).
+#: From a sweep of scripts/tune_kernel.py on an H200 (scripts/results/tune_kernel.txt).
 SM90 = Regimes(
     heads=(
         # T <= 8 (of 32 heads of 128): latency counts. Four values a thread make the shortest program, and a warp then
