@@ -27,7 +27,14 @@ from gdn_backend.kernels.eager_arithmetic import (
     scale_step,
     scaled_to_codes,
 )
-from gdn_backend.kernels.tile_reductions import combined_over_units, row_maxima, row_sums, sums_over_192, to_lines
+from gdn_backend.kernels.tile_reductions import (
+    combined_over_units,
+    piece_of_unit,
+    row_maxima,
+    row_sums,
+    sums_over_192,
+    to_lines,
+)
 
 
 @triton.jit
@@ -175,7 +182,7 @@ def _place(
     runs of PART_RUN.
     """
     unit = row // PIECES
-    column = ((row % PIECES // PART_RUN * PARTS + part) * PART_RUN + row % PART_RUN) * PIECE
+    column = piece_of_unit(row % PIECES, part, PARTS, PART_RUN) * PIECE
     flat = unit * UNIT + column
     exists = (tile * UNITS + unit < num_units) & (column < UNIT)
     if UNITS_PER_TOKEN % UNITS == 0:

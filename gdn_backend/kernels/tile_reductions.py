@@ -163,7 +163,7 @@ def _over_any(
         total = tl.zeros([UNITS], tl.float32)  # neutral for both
         for part in tl.static_range(PARTS):
             if _may_share(group, part, PART_RUN, PIECES, PER_GROUP):
-                belongs = _piece_of_unit(row, part, PARTS, PART_RUN) // PER_GROUP == group
+                belongs = piece_of_unit(row, part, PARTS, PART_RUN) // PER_GROUP == group
                 mine = tl.where(belongs, tl.reshape(values[part], [UNITS, PIECES]), 0.0)
                 if IS_SUM:
                     total = _accumulated(total, tl.reduce(mine, 1, _sum), IS_SUM)
@@ -175,14 +175,14 @@ def _over_any(
         spread = tl.zeros([UNITS, PIECES], tl.float32)
         for group in tl.static_range(PARTS * PIECES // PER_GROUP):
             if _may_share(group, part, PART_RUN, PIECES, PER_GROUP):
-                belongs = _piece_of_unit(row, part, PARTS, PART_RUN) // PER_GROUP == group
+                belongs = piece_of_unit(row, part, PARTS, PART_RUN) // PER_GROUP == group
                 spread = tl.where(belongs, totals[group][:, None], spread)
         combined += (tl.reshape(spread, [UNITS * PIECES]),)
     return combined
 
 
 @triton.jit
-def _piece_of_unit(row, part, PARTS: tl.constexpr, PART_RUN: tl.constexpr):
+def piece_of_unit(row, part, PARTS: tl.constexpr, PART_RUN: tl.constexpr):
     """Which piece of its unit is in a row of a part."""
     return (row // PART_RUN * PARTS + part) * PART_RUN + row % PART_RUN
 
