@@ -116,15 +116,15 @@ class Buffers:
     scales: torch.Tensor
 
 
-def make_buffers(case: Case) -> list[Buffers]:
+def make_buffers(case: Case, device: str = "cuda") -> list[Buffers]:
     """As many sets as overflow the L2 cache; one where all of a case fits a corner of it, as after a real kernel."""
     count = 1 if case.num_bytes < 4_000_000 else min(64, L2_BYTES // case.num_bytes + 1)
     hidden = case.spec.hidden_size
     width = case.spec.norm_size if case.spec.norm_before_gate else hidden
-    weight = (1 + 0.1 * torch.randn(width, device="cuda")).bfloat16()
+    weight = (1 + 0.1 * torch.randn(width, device=device)).bfloat16()
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
     def gate() -> torch.Tensor:
         if not case.strided:
@@ -136,8 +136,8 @@ def make_buffers(case: Case) -> list[Buffers]:
             normal(case.num_tokens, hidden),
             gate(),
             weight,
-            torch.empty(case.num_tokens, hidden, dtype=torch.uint8, device="cuda"),
-            torch.empty(case.num_tokens, case.spec.num_groups, device="cuda"),
+            torch.empty(case.num_tokens, hidden, dtype=torch.uint8, device=device),
+            torch.empty(case.num_tokens, case.spec.num_groups, device=device),
         )
         for _ in range(count)
     ]
@@ -358,7 +358,7 @@ def measure(case: Case) -> dict[str, Any]:
 
     copy = fastest("copy")
     kept = {name: times[fastest(f"{name} ") if name in COMPILED else name] for name in named} | {"copy": times[copy]}
-    clocked = {"fused": named["fused"], "copy": copies(case, buffers)[copy]} if case.num_tokens in CLOCKED else {}
+    clocked = {"fused": named["fused"], "copy": others[copy]} if case.num_tokens in CLOCKED else {}
     return {
         "case": case.label,
         "shape": case.name,
@@ -386,8 +386,11 @@ def warm(case: Case) -> None:
 
 
 def forget_choices() -> None:
-    """Have Inductor choose its launch configurations again: for :func:`warm` it timed them while others ran, and of
-    kernels of a few microseconds it chooses badly now and then (by a factor of three)."""
+    """Have Inductor choose its launch configurations again.
+
+    For :func:`warm` it timed them while others ran, and of kernels of a few microseconds it chooses badly now and then,
+    by a factor of three.
+    """
     for choice in Path(cache_dir()).rglob("*.best_config"):
         choice.unlink()
 
@@ -491,7 +494,6 @@ def main(arguments: list[str] | None = None) -> int:
     results = []
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(warm, cases(options.quick)))
-    forget_choices()
     for case in cases(options.quick):
         results.append(measure(case))
         torch.cuda.empty_cache()

@@ -13,15 +13,13 @@ import collections
 import datetime
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 import triton
-from bench_kernel import EPS, RESULTS, Case, cases
+from bench_kernel import EPS, RESULTS, Case, cases, make_buffers
 from rich.console import Console
 from rich.table import Table
 
@@ -31,11 +29,8 @@ sys.path.insert(0, str(ROOT))
 from gdn_backend.kernels.configs import NVIDIA  # noqa: E402
 from gdn_backend.kernels.gated_rmsnorm_quant import plan  # noqa: E402
 from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel  # noqa: E402
-from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs  # noqa: E402
-from tests.kernels.test_cross_compile import LISTINGS, compile_kernel  # noqa: E402
+from tests.kernels.listings import LISTINGS, compile_kernel, resource_usage, said_by  # noqa: E402
 
-#: NVIDIA's tools, as Triton ships them.
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", re.MULTILINE)
 #: What pads the code behind its end: a branch to itself, and nothing.
 PADDING = ("BRA", "NOP")
@@ -43,21 +38,20 @@ PADDING = ("BRA", "NOP")
 
 def count(case: Case) -> dict[str, Any]:
     """The counts of one shape."""
-    spec, num_tokens = case.spec, case.num_tokens
-    x = torch.empty(num_tokens, spec.hidden_size, dtype=torch.bfloat16, device="meta")
-    gate = x.new_empty(num_tokens, spec.hidden_size // 256, 768)[..., 512:] if case.strided else x
-    weight = x.new_empty(spec.norm_size if spec.norm_before_gate else spec.hidden_size)
-    programs, arguments = plan(x, gate, weight, None, EPS, spec, *allocate_outputs(x, spec), NVIDIA)
+    b, spec = make_buffers(case, "meta")[0], case.spec
+    programs, arguments = plan(
+        b.x, b.gate, b.weight, None, EPS, spec, b.codes.view(spec.torch_fp8_dtype), b.scales, NVIDIA
+    )
     num_warps = arguments["num_warps"]
     compiled = compile_kernel(gated_rmsnorm_quant_kernel, arguments, LISTINGS["sm90"].target)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        listing = _said_by("nvdisasm", "-c", file.name)
-        usage = _said_by("cuobjdump", "--dump-resource-usage", file.name)
+    with tempfile.TemporaryDirectory() as folder:
+        usage = resource_usage(compiled, Path(folder))
+        binary = Path(folder) / "listed.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        listing = said_by("nvdisasm", "-c", str(binary))
     kinds = collections.Counter(INSTRUCTION.findall(listing))
     issued = sum(number for kind, number in kinds.items() if kind not in PADDING)
-    values = num_tokens * spec.hidden_size / (programs * num_warps * 32)
+    values = case.num_tokens * spec.hidden_size / (programs * num_warps * 32)
     return {
         "case": case.label,
         "programs": programs,
@@ -65,22 +59,12 @@ def count(case: Case) -> dict[str, Any]:
         "values of a thread": values,
         "instructions": issued,
         "of a value": issued / values,
-        "registers": _used("REG", usage),
-        "spilled bytes": _used("STACK", usage),
+        "registers": usage["REG"],
+        "spilled bytes": usage["STACK"] + usage["LOCAL"],
         "shuffles": kinds["SHFL"] + kinds["REDUX"],
         "barriers": kinds["BAR"],
         "by kind": {kind: number for kind, number in kinds.most_common() if kind not in PADDING},
     }
-
-
-def _said_by(tool: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _used(resource: str, usage: str) -> int:
-    found = re.search(rf"\b{resource}:(\d+)", usage)
-    assert found, usage
-    return int(found[1])
 
 
 def main() -> int:

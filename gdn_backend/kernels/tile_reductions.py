@@ -1,7 +1,7 @@
 """Sums and maxima over tiles; ``gated_rmsnorm_quant_kernel.py`` explains rows, pieces, parts and units."""
 
 # mypy: disable-error-code="no-untyped-def, no-redef, assignment"
-# ruff: noqa: RET505, SIM108  (Triton compiles only the branch taken where the two are constexpr, and an if / else shows it)
+# ruff: noqa: RET505  (Triton compiles only the branch taken where the two are constexpr, and an if / else shows it)
 
 from __future__ import annotations
 
@@ -93,6 +93,14 @@ def to_lines(values, LINES: tl.constexpr):
 
 
 @triton.jit
+def _reduced(values, AXIS: tl.constexpr, IS_SUM: tl.constexpr):
+    if IS_SUM:
+        return tl.reduce(values, AXIS, _sum)
+    else:
+        return tl.reduce(values, AXIS, _larger)
+
+
+@triton.jit
 def _over_neighbours(values, PIECES: tl.constexpr, PER_GROUP: tl.constexpr, IS_SUM: tl.constexpr):
     """For each piece, the sum or the maximum over the PER_GROUP consecutive pieces of its unit that it belongs with.
 
@@ -103,10 +111,7 @@ def _over_neighbours(values, PIECES: tl.constexpr, PER_GROUP: tl.constexpr, IS_S
     elif PIECES % PER_GROUP == 0 and (PER_GROUP & (PER_GROUP - 1)) == 0:
         GROUPS: tl.constexpr = values.shape[0] // PER_GROUP
         grouped = tl.reshape(values, [GROUPS, PER_GROUP])
-        if IS_SUM:
-            combined = tl.reduce(grouped, 1, _sum)
-        else:
-            combined = tl.reduce(grouped, 1, _larger)
+        combined = _reduced(grouped, 1, IS_SUM)
         return tl.reshape(tl.broadcast_to(combined[:, None], [GROUPS, PER_GROUP]), [GROUPS * PER_GROUP])
     else:
         UNITS: tl.constexpr = values.shape[0] // PIECES
@@ -114,10 +119,7 @@ def _over_neighbours(values, PIECES: tl.constexpr, PER_GROUP: tl.constexpr, IS_S
         there = tl.arange(0, PIECES)[None, None, :] // PER_GROUP
         # Zero is neutral for both: sums are of squares, maxima of magnitudes.
         apart = tl.where(here == there, tl.reshape(values, [UNITS, 1, PIECES]), 0.0)
-        if IS_SUM:
-            combined = tl.reduce(apart, 2, _sum)
-        else:
-            combined = tl.reduce(apart, 2, _larger)
+        combined = _reduced(apart, 2, IS_SUM)
         return tl.reshape(combined, [UNITS * PIECES])
 
 
@@ -165,10 +167,7 @@ def _over_any(
             if _may_share(group, part, PART_RUN, PIECES, PER_GROUP):
                 belongs = piece_of_unit(row, part, PARTS, PART_RUN) // PER_GROUP == group
                 mine = tl.where(belongs, tl.reshape(values[part], [UNITS, PIECES]), 0.0)
-                if IS_SUM:
-                    total = _accumulated(total, tl.reduce(mine, 1, _sum), IS_SUM)
-                else:
-                    total = _accumulated(total, tl.reduce(mine, 1, _larger), IS_SUM)
+                total = _accumulated(total, _reduced(mine, 1, IS_SUM), IS_SUM)
         totals += (total,)
     combined = ()
     for part in tl.static_range(PARTS):

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import shutil
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,15 +15,13 @@ import torch
 pytest.importorskip("triton")
 
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from gdn_backend.kernels.block_gemm import block_gemm_arguments, block_gemm_kernel
-from gdn_backend.kernels.configs import CDNA3, CDNA4, NVIDIA, Architecture
 from gdn_backend.kernels.gated_rmsnorm_quant import plan
 from gdn_backend.kernels.gated_rmsnorm_quant_kernel import gated_rmsnorm_quant_kernel
 from gdn_backend.ops.gated_rmsnorm_quant import allocate_outputs
 from gdn_backend.ops.spec import FP8_DTYPES, FusedSpec, QuantSpec
+from tests.kernels.listings import LISTINGS, Listing, compile_kernel, spilled_bytes
 
 QWEN = ("norm:bfloat16", "weight:bfloat16", "output:bfloat16")
 BASE = FusedSpec(hidden_size=4096, head_dim=128, norm_size=128, group_size=128, roundings=QWEN)
@@ -52,39 +46,6 @@ SPECS = {
 }
 
 
-@dataclass(frozen=True)
-class Listing:
-    """An architecture, and what its assembly says."""
-
-    target: GPUTarget
-    machine: Architecture
-    fp8_dtype: str
-    assembly: str
-    wide_load: str
-    conversion: str
-    matrix_unit: str
-
-
-LISTINGS = {
-    "gfx942": Listing(
-        GPUTarget("hip", "gfx942", 64), CDNA3, "float8_e4m3fnuz", "amdgcn",
-        r"(?:global|buffer)_load_dwordx[24]\b", r"v_cvt_pk_fp8_f32", r"v_mfma_f32_\w+_fp8_fp8",
-    ),
-    "gfx950": Listing(
-        GPUTarget("hip", "gfx950", 64), CDNA4, "float8_e4m3fn", "amdgcn",
-        r"(?:global|buffer)_load_dwordx[24]\b", r"v_cvt_(?:scalef32_)?pk_fp8_f32",
-        r"v_mfma_f32_\w+_f8f6f4",
-    ),
-    "sm90": Listing(
-        GPUTarget("cuda", 90, 32), NVIDIA, "float8_e4m3fn", "ptx",
-        r"ld\.global[\w.:]*\.v[24]\.b32", r"cvt\.rn\.satfinite\.e4m3x2\.f32",
-        r"wgmma\.mma_async\S+\.e4m3\.e4m3",
-    ),
-}  # fmt: skip
-POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float8_e4m3fn: "*fp8e4nv",
-            torch.float8_e4m3fnuz: "*fp8e4b8", torch.uint8: "*u8"}  # fmt: skip
-
-
 def compile_for(spec: FusedSpec, listing: Listing, num_tokens: int) -> triton.compiler.CompiledKernel:
     """The fused kernel as :func:`plan` would have it launched for ``num_tokens`` bf16 tokens."""
     spec = dataclasses.replace(spec, fp8_dtype=listing.fp8_dtype)
@@ -92,40 +53,6 @@ def compile_for(spec: FusedSpec, listing: Listing, num_tokens: int) -> triton.co
     weight = x[0, : spec.norm_size if spec.norm_before_gate else spec.hidden_size]
     _, arguments = plan(x, x, weight, None, 1e-6, spec, *allocate_outputs(x, spec), listing.machine)
     return compile_kernel(gated_rmsnorm_quant_kernel, arguments, listing.target)
-
-
-def compile_kernel(
-    kernel: triton.JITFunction, arguments: dict[str, Any], target: GPUTarget
-) -> triton.compiler.CompiledKernel:
-    """``kernel`` as it would be specialised for these arguments, meta tensors among them."""
-    options = {"num_warps": arguments.pop("num_warps")}
-    signature, constants, attributes = {}, {}, {}
-    for index, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr:
-            signature[parameter.name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name], attributes[(index,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    return triton.compile(ASTSource(kernel, signature, constants, attributes), target=target, options=options)
-
-
-def spilled_bytes(compiled: triton.compiler.CompiledKernel, listing: Listing, folder: Path) -> int:
-    """What the kernel keeps in memory for want of registers."""
-    if listing.assembly == "amdgcn":
-        counts = re.findall(r"\.(?:vgpr_spill_count|private_segment_fixed_size):\s+(\d+)", compiled.asm["amdgcn"])
-        assert len(counts) >= 2
-        return sum(map(int, counts))
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    if not tool.exists() or shutil.which(str(tool)) is None:
-        pytest.skip("this Triton carries no cuobjdump")
-    binary = folder / "kernel.cubin"
-    binary.write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
-    return sum(int(size) for size in re.findall(r"(?:STACK|LOCAL):(\d+)", usage))
 
 
 @pytest.mark.parametrize("architecture", sorted(LISTINGS))
